@@ -24,21 +24,20 @@ from paceline.actors.engine.grammar import (
     GrammarState,
     allowed_tokens,
 )
+from paceline.deploy.api.tool_formats import FORMATS, JSON_LAYOUT, calls_grammar
 
 _CPU_SECONDS = 2
 _MEMORY = 2**30  # bytes, beyond those at the start
 _TRIAL_TOKENS = 16
-# As json.dumps writes it. Free white space would let a model write nothing else for ever, and
-# leave little that is forced.
-_LAYOUT: Any = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
+_LAYOUT: Any = JSON_LAYOUT
 
 
 def _json_grammar(schema: Any) -> str:
     return LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_LAYOUT)
+
+
+def _tools_grammar(source: dict[str, Any]) -> str:
+    return calls_grammar(**source | {"form": FORMATS[source["form"]]})
 
 
 _GRAMMARS: dict[str, Callable[[Any], str]] = {
@@ -46,6 +45,7 @@ _GRAMMARS: dict[str, Callable[[Any], str]] = {
     "regex": LLMatcher.grammar_from_regex,
     "choice": lambda texts: "start: " + " | ".join(map(json.dumps, texts)),
     "grammar": lambda text: grammar_from("grammar", text),
+    "tools": _tools_grammar,
 }
 
 
@@ -53,7 +53,8 @@ def make_grammar(kind: str, source: Any) -> str:
     """Translate a client's source to llguidance's.
 
     Args:
-        kind: json (a JSON schema), regex, choice (a list of texts), or grammar (Lark or GBNF).
+        kind: json (a JSON schema), regex, choice (a list of texts), grammar (Lark or GBNF), or
+            tools (the arguments of calls_grammar, the form by name).
         source: of this kind.
 
     Raises:
@@ -78,6 +79,16 @@ def try_grammar(compiler: GrammarCompiler, grammar: str) -> None:
             break
         state.append(tokens[0])
     compiler.forget(grammar, compiler.compile(grammar))
+
+
+def _reason(compiler: GrammarCompiler, kind: str, source: Any, error: GrammarError) -> str:
+    """The reason of a failure, with the name of the function at fault."""
+    for name, schema in source["functions"] if kind == "tools" else ():
+        try:
+            try_grammar(compiler, _json_grammar(schema))
+        except GrammarError as fault:
+            return f"the parameters of {name!r}: {fault}"
+    return str(error)
 
 
 def _allow_cpu_seconds(seconds: int) -> None:
@@ -106,12 +117,13 @@ def main() -> None:
         if not line:
             return
         _allow_cpu_seconds(_CPU_SECONDS)
+        kind, source = json.loads(line)
         try:
-            grammar = make_grammar(*json.loads(line))
+            grammar = make_grammar(kind, source)
             try_grammar(compiler, grammar)
             answer = {"grammar": grammar}
         except GrammarError as error:
-            answer = {"error": str(error)}
+            answer = {"error": _reason(compiler, kind, source, error)}
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.deploy.api.request_schemas import ChatCompletionRequest, GenerationOptions
+from paceline.deploy.api.tools import RequestTools
 from paceline.deploy.errors import internal, invalid_value
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ def grammar_source(
     options: GenerationOptions,
     format_field: str = "response_format",
     schema_field: str = "response_format.json_schema.schema",
+    tools: RequestTools | None = None,
 ) -> GrammarSource | None:
     """Return a request's constraint, if it has one.
 
@@ -50,11 +53,12 @@ def grammar_source(
         options: of the request.
         format_field: what the request calls ``response_format``, for messages.
         schema_field: what it calls the schema in there.
+        tools: of a chat. If the answer has to call one, its text has no format.
 
     Raises:
         ApiError: 400 for two of them, or a large one.
     """
-    found: list[tuple[str, str, object]] = []
+    found: list[tuple[str, str, Any]] = []
     response_format = (
         options.response_format if isinstance(options, ChatCompletionRequest) else None
     )
@@ -66,8 +70,14 @@ def grammar_source(
     if options.structured_outputs is not None:
         kind, source = options.structured_outputs.constraint
         found.append((f"structured_outputs.{kind}", kind, source))
+        if tools is not None and tools.tools:
+            reason = "the answer may call tools; send tool_choice 'none'"
+            raise invalid_value("structured_outputs", reason)
     if len(found) > 1:
         raise invalid_value(found[1][0], f"{format_field} constrains the answer already")
+    if tools is not None and (tools.functions or (tools.tools and found)):
+        schemas = [schema for _, _, schema in found if not tools.functions]
+        found = [("tools", "tools", tools.grammar_source(schemas))]
     for param, kind, source in found:
         line = json.dumps([kind, source])
         if len(line) > MAX_SOURCE_CHARS:

@@ -451,6 +451,7 @@ class Ingress:
             prompt_logprobs=parsed.options.prompt_logprobs is not None,
             include_usage=usage.include_usage,
             continuous_usage=usage.include_usage and usage.continuous_usage_stats,
+            tools=parsed.tools,
         )
 
 

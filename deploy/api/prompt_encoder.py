@@ -17,8 +17,10 @@ from paceline.deploy.api.request_schemas import (
     ChatTemplateOptions,
     CompletionRequest,
     GenerationOptions,
+    Tool,
     ToolCall,
 )
+from paceline.deploy.api.tools import shown_tools, template_tools
 from paceline.deploy.errors import ApiError, invalid_value
 
 if TYPE_CHECKING:
@@ -84,11 +86,15 @@ class PromptEncoder:
         tokenizer: a transformers fast tokenizer with the target's chat template.
         vocab_size: token ids must be below it, those of encoded text too: a tokenizer may have
             tokens without embeddings in the model.
+
+    Attributes:
+        template_tools: what the chat template knows of tools.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self.template_tools = template_tools(tokenizer)
         self._shows_tool_calls = "tool_calls" in str(tokenizer.chat_template)
         render = inspect.signature(tokenizer.apply_chat_template).parameters.values()
         self._reserved = {p.name for p in render if p.kind is not p.VAR_KEYWORD} | {"messages"}
@@ -126,7 +132,11 @@ class PromptEncoder:
         return encoded
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], request: ChatTemplateOptions, param: str = "messages"
+        self,
+        messages: Sequence[ChatMessage],
+        request: ChatTemplateOptions,
+        param: str = "messages",
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
         """Token ids of a conversation, up to the start of the assistant's turn or of its rest.
 
@@ -143,6 +153,7 @@ class PromptEncoder:
         try:
             text = self._tokenizer.apply_chat_template(
                 [self._template_message(message) for message in messages],
+                tools=shown_tools(tools) or None,
                 add_generation_prompt=not request.continue_final_message and generate is not False,
                 continue_final_message=request.continue_final_message,
                 tokenize=False,

@@ -35,6 +35,8 @@ from paceline.deploy.api.request_schemas import (
 )
 from paceline.deploy.api.responses_request import ResponsesRequest
 from paceline.deploy.api.sampling_defaults import with_defaults
+from paceline.deploy.api.tool_calls import ToolSyntax
+from paceline.deploy.api.tools import RequestTools, request_tools
 from paceline.deploy.errors import CLIENT_GONE, ApiError, invalid_value
 
 MAX_BODY_BYTES = 8 * 2**20
@@ -67,6 +69,7 @@ class ParsedRequest:
         grammar: source of the grammar of all answers, if they have one.
         responses: the request as ``/v1/responses`` got it; None at other endpoints.
         key: the client's API key, None if the server has none.
+        tools: how answers call tools; None if they do not.
     """
 
     options: GenerationOptions
@@ -79,6 +82,7 @@ class ParsedRequest:
     grammar: GrammarSource | None = None
     responses: ResponsesRequest | None = None
     key: ApiKey | None = None
+    tools: ToolSyntax | None = None
 
 
 class RequestParser:
@@ -149,7 +153,8 @@ class RequestParser:
     def _chat(self, body: bytes, client: str) -> ParsedRequest:
         options = parse_options(body, ChatCompletionRequest, self._model_name)
         options = with_defaults(options, self._defaults)
-        prompt = self._encoder.encode_chat(options.messages, options)
+        tools = request_tools(options, self._encoder.template_tools)
+        prompt = self._encoder.encode_chat(options.messages, options, tools=tools.tools)
         max_tokens, field = requested_max_tokens(options)
         limit = resolve_max_tokens(
             max_tokens,
@@ -160,8 +165,23 @@ class RequestParser:
             capped=field == "max_completion_tokens" and not chose_length(options),
         )
         text = last_user_message(options.messages)
-        grammar = grammar_source(options)
-        return ParsedRequest(options, [prompt], [text], [limit], True, client, grammar=grammar)
+        return ParsedRequest(
+            self._shows_calls(options, tools),
+            [prompt],
+            [text],
+            [limit],
+            chat=True,
+            client=client,
+            grammar=grammar_source(options, tools=tools),
+            tools=tools.syntax,
+        )
+
+    @staticmethod
+    def _shows_calls(options: ChatCompletionRequest, tools: RequestTools) -> ChatCompletionRequest:
+        """The request, with special tokens in its texts if calls are written with them."""
+        if tools.syntax is None or not tools.template.special:
+            return options
+        return options.model_copy(update={"skip_special_tokens": False})
 
     def _responses(self, body: bytes, client: str) -> ParsedRequest:
         asked = parse_options(body, ResponsesRequest, self._model_name)
@@ -276,6 +296,8 @@ def _param(loc: tuple[int | str, ...]) -> str:
         return "stream_options"
     if loc[0] == "input":
         loc = loc[:2] + loc[3:]  # without the item's type
+    if loc[0] == "tool_choice":
+        loc = loc[:1] + loc[2:]  # without the name of the union's branch
     if loc[0] in ("messages", "input") and loc[2:3] == ("content",):
         loc = loc[:3] + loc[4:]  # without the name of the union's branch ("list[TextPart]")
     return ".".join(map(str, loc))

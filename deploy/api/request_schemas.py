@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -24,6 +27,8 @@ MAX_STOP_TOKENS = 128
 MAX_BIASES = 1024
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_TOOLS = 128
+MAX_TOOLS_CHARS = 128 * 2**10  # of all tools, as JSON
 
 CONTEXT_LENGTH = "context_length"  # key of pydantic's validation context, in tokens
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -43,9 +48,6 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "documents": (None, []),
     "mm_processor_kwargs": (None, {}),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
@@ -408,6 +410,98 @@ class ChatMessage(RequestModel):
         return self.content or ""
 
 
+class FunctionDefinition(RequestModel):
+    """A function that answers may call.
+
+    ``parameters`` is the JSON schema of its arguments, an object; without it there are none.
+    """
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema is not None and schema.get("type", "object") != "object":
+            raise ValueError("must be a JSON schema of the type 'object'")
+        return schema
+
+
+def _function_type(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "function":
+        raise ValueError(f"{kind!r} is not served; 'function' is")
+    return kind
+
+
+FunctionType = Annotated[Literal["function"], BeforeValidator(_function_type)]
+
+
+class Tool(RequestModel):
+    """A tool: a function."""
+
+    type: FunctionType
+    function: FunctionDefinition
+
+
+class FunctionName(RequestModel):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(RequestModel):
+    """The choice of one function, which the answer then calls."""
+
+    type: FunctionType
+    function: FunctionName
+
+
+ToolMode = Literal["none", "auto", "required"]
+
+
+def choice_type(choice: Any) -> str:
+    """Tell a mode from a tool."""
+    return "mode" if isinstance(choice, str) else "tool"
+
+
+ToolChoice = Annotated[
+    Annotated[ToolMode, Tag("mode")] | Annotated[NamedTool, Tag("tool")],
+    Discriminator(choice_type),
+]
+
+
+def check_tools(functions: Sequence[FunctionDefinition]) -> None:
+    """Refuse functions with one name, and too much text.
+
+    Raises:
+        ValueError: says which.
+    """
+    names = [function.name for function in functions]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two functions have the name {twice[0]!r}")
+    if sum(len(function.model_dump_json()) for function in functions) > MAX_TOOLS_CHARS:
+        raise ValueError(f"must have at most {MAX_TOOLS_CHARS} characters")
+
+
+def check_tool_choice(choice: str | None, names: Collection[str], *, named: bool) -> None:
+    """Refuse a choice that the tools do not allow.
+
+    Args:
+        choice: a mode, or the name of a function; None if there is no choice.
+        names: of the functions.
+        named: whether the choice is a function.
+
+    Raises:
+        ValueError: says why.
+    """
+    if not names and (named or choice == "required"):
+        raise ValueError("there are no tools to choose from")
+    if named and choice not in names:
+        raise ValueError(f"no tool has the name {choice!r}")
+
+
 class ChatTemplateOptions(RequestModel):
     """How a conversation becomes a prompt."""
 
@@ -436,9 +530,9 @@ class ChatCompletionRequest(GenerationOptions, ChatTemplateOptions):
     chat_template: Any = None
     documents: Any = None
     mm_processor_kwargs: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
     response_format: ResponseFormat | None = None
@@ -448,6 +542,21 @@ class ChatCompletionRequest(GenerationOptions, ChatTemplateOptions):
     include_reasoning: Any = None
     verbosity: Any = None
     web_search_options: Any = None
+
+    @field_validator("tools")
+    @classmethod
+    def _tools(cls, tools: list[Tool] | None) -> list[Tool] | None:
+        check_tools([tool.function for tool in tools or ()])
+        return tools
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _tool_choice(cls, choice: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
+        if "tools" in info.data:  # and valid
+            names = [tool.function.name for tool in info.data["tools"] or ()]
+            chosen = choice.function.name if isinstance(choice, NamedTool) else choice
+            check_tool_choice(chosen, names, named=isinstance(choice, NamedTool))
+        return choice
 
     @field_validator("top_logprobs")
     @classmethod

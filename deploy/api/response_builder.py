@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from pydantic_core import to_json
 
-from paceline.actors.engine.request import GenerationChunk, SpeculativeStats, TokenLogprob
+from paceline.actors.engine.request import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    GenerationChunk,
+    SpeculativeStats,
+    TokenLogprob,
+)
 from paceline.deploy.api.prompt_encoder import EchoedPrompt
 from paceline.deploy.api.response_schemas import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatLogprobs,
@@ -20,18 +27,22 @@ from paceline.deploy.api.response_schemas import (
     CompletionChoice,
     CompletionLogprobs,
     Delta,
+    FunctionDelta,
     GenerationResponse,
+    MessageToolCall,
     Metrics,
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
     SpeculativeMetrics,
     TokenSourceEntry,
+    ToolCallDelta,
     TopLogprob,
     Usage,
     UsageChunk,
 )
 from paceline.deploy.api.token_names import TokenName, TokenNames
+from paceline.deploy.api.tool_calls import Piece, ToolCallParser, ToolSyntax, collect
 from paceline.deploy.errors import ApiError
 
 # OpenAI's value for an impossible token: JSON has no infinity.
@@ -147,6 +158,7 @@ def token_sources(chunk: GenerationChunk, names: TokenNames) -> list[TokenSource
 
 
 MIXED = "mixed"
+FINISH_TOOL_CALLS = "tool_calls"
 DONE = b"data: [DONE]\n\n"
 # Line breaks that JSON does not escape and that clients using str.splitlines split at.
 _LINE_BREAKS = [(c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\x85\u2028\u2029"]
@@ -170,6 +182,7 @@ class ResponseContext:
         prompt_logprobs: whether to return those of the prompts.
         include_usage: whether a stream ends with the token counts.
         continuous_usage: whether all its chunks have them.
+        tools: how answers call tools; None if they do not.
     """
 
     id: str
@@ -185,6 +198,7 @@ class ResponseContext:
     prompt_logprobs: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    tools: ToolSyntax | None = None
 
     def topic(self, index: int) -> str:
         """Topic of a choice."""
@@ -197,6 +211,10 @@ class ResponseContext:
     def echo(self, index: int) -> EchoedPrompt | None:
         """What a choice's text starts with, if with its prompt."""
         return self.echoes[index // self.num_choices] if self.echoes else None
+
+    def call_id(self, index: int, call: int) -> str:
+        """Id of a call in a choice; of at most 40 characters, as OpenAI's clients send it back."""
+        return f"call_{self.id.rpartition('_')[2].rpartition('-')[2][:24]}{index:x}_{call:x}"
 
 
 class UsageCounter:
@@ -290,15 +308,46 @@ def _choice(
     context: ResponseContext, index: int, chunk: GenerationChunk
 ) -> CompletionChoice | ChatChoice:
     if context.chat:
+        message, finish_reason = _message(context, index, chunk)
         return ChatChoice(
             index=index,
-            message=AssistantMessage(content=chunk.text),
+            message=message,
             logprobs=chat_logprobs(chunk, context.names),
-            finish_reason=chunk.finish_reason,
+            finish_reason=finish_reason,
             token_ids=_token_ids(context, chunk),
             token_sources=token_sources(chunk, context.names),
         )
     return _completion_choice(context, index, chunk, first=True)
+
+
+def read_whole(syntax: ToolSyntax, chunk: GenerationChunk) -> list[Piece]:
+    """Text and calls of a whole answer."""
+    parser = ToolCallParser(syntax, whole=True)
+    return parser.feed(chunk.text, last=True, cut=chunk.finish_reason == FINISH_LENGTH)
+
+
+def _message(
+    context: ResponseContext, index: int, chunk: GenerationChunk
+) -> tuple[AssistantMessage, str | None]:
+    """The message of a whole answer, and its finish reason."""
+    if context.tools is None:
+        return AssistantMessage(content=chunk.text), chunk.finish_reason
+    text, calls = collect(read_whole(context.tools, chunk))
+    if not calls:
+        return AssistantMessage(content=text), chunk.finish_reason
+    tool_calls = [
+        MessageToolCall(
+            id=context.call_id(index, i),
+            function=CalledFunction(name=call.name, arguments=call.arguments),
+        )
+        for i, call in enumerate(calls)
+    ]
+    return AssistantMessage(content=text or None, tool_calls=tool_calls), _finish_reason(chunk)
+
+
+def _finish_reason(chunk: GenerationChunk) -> str | None:
+    """The finish reason of an answer with calls."""
+    return FINISH_TOOL_CALLS if chunk.finish_reason == FINISH_STOP else chunk.finish_reason
 
 
 def _completion_choice(
@@ -360,10 +409,45 @@ def event_frame(kind: str, fields: Mapping[str, object]) -> bytes:
     return f"event: {kind}\n".encode() + _frame(to_json(fields).decode())
 
 
+class ChatDeltas:
+    """Turns the chunks of one choice into deltas of its message."""
+
+    def __init__(self, context: ResponseContext, index: int) -> None:
+        self._context, self._index = context, index
+        self._parser = None if context.tools is None else ToolCallParser(context.tools)
+
+    def read(self, chunk: GenerationChunk) -> tuple[list[Delta], GenerationChunk]:
+        """The deltas of a chunk, and the chunk with the finish reason of the choice."""
+        parser = self._parser
+        if parser is None:
+            return [Delta(content=chunk.text)] if chunk.text else [], chunk
+        last, cut = chunk.finish_reason is not None, chunk.finish_reason == FINISH_LENGTH
+        deltas = [self._delta(piece) for piece in parser.feed(chunk.text, last=last, cut=cut)]
+        if parser.num_calls:
+            chunk = replace(chunk, finish_reason=_finish_reason(chunk))
+        return deltas, chunk
+
+    def _delta(self, piece: Piece) -> Delta:
+        if isinstance(piece, str):
+            return Delta(content=piece)
+        function = FunctionDelta(name=piece.name, arguments=piece.arguments)
+        call = ToolCallDelta(index=piece.index, function=function)
+        if piece.name is not None:
+            call_id = self._context.call_id(self._index, piece.index)
+            call = call.model_copy(update={"id": call_id, "type": "function"})
+        return Delta(tool_calls=[call])
+
+
 def role_event(context: ResponseContext, index: int, total: Usage | None = None) -> bytes:
     """The first event of a chat choice, with its role."""
-    choice = ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""))
-    return _event(context, [choice], total=total)
+    return delta_event(context, index, Delta(role="assistant", content=""), total)
+
+
+def delta_event(
+    context: ResponseContext, index: int, delta: Delta, total: Usage | None = None
+) -> bytes:
+    """The event of a delta that is not the last one of its chunk."""
+    return _event(context, [ChatChunkChoice(index=index, delta=delta)], total=total)
 
 
 def chunk_event(
@@ -373,13 +457,17 @@ def chunk_event(
     total: Usage | None = None,
     *,
     first: bool,
+    delta: Delta | None = None,
 ) -> bytes:
-    """The event of a chunk; a choice's last one has its finish reason and its statistics."""
+    """The event of a chunk; a choice's last one has its finish reason and its statistics.
+
+    In a chat ``delta`` is what it adds to the message, if anything.
+    """
     choice: CompletionChoice | ChatChunkChoice
     if context.chat:
         choice = ChatChunkChoice(
             index=index,
-            delta=Delta(content=chunk.text or None),
+            delta=delta or Delta(),
             logprobs=chat_logprobs(chunk, context.names),
             finish_reason=chunk.finish_reason,
             token_ids=_token_ids(context, chunk),

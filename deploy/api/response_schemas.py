@@ -125,11 +125,43 @@ class CompletionChoice(_ResponseModel):
     token_sources: list[TokenSourceEntry] | None = Field(default=None, exclude_if=_is_none)
 
 
+class CalledFunction(_ResponseModel):
+    """A function and its arguments, a JSON text."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(_ResponseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(_ResponseModel):
-    """A complete chat message."""
+    """A complete chat message; ``content`` is None if it has calls alone."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[MessageToolCall] | None = Field(default=None, exclude_if=_is_none)
+
+
+class FunctionDelta(_ResponseModel):
+    """A chunk of a called function: its name, or what follows of the arguments."""
+
+    name: str | None = Field(default=None, exclude_if=_is_none)
+    arguments: str
+
+
+class ToolCallDelta(_ResponseModel):
+    """A chunk of a call; the first one has id, type and the function's name."""
+
+    index: int
+    id: str | None = Field(default=None, exclude_if=_is_none)
+    type: Literal["function"] | None = Field(default=None, exclude_if=_is_none)
+    function: FunctionDelta
 
 
 class Delta(_ResponseModel):
@@ -137,6 +169,7 @@ class Delta(_ResponseModel):
 
     role: Literal["assistant"] | None = Field(default=None, exclude_if=_is_none)
     content: str | None = Field(default=None, exclude_if=_is_none)
+    tool_calls: list[ToolCallDelta] | None = Field(default=None, exclude_if=_is_none)
 
 
 class ChatChoice(_ResponseModel):

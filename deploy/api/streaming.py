@@ -12,14 +12,16 @@ from starlette.types import Message, Receive, Scope, Send
 from paceline.actors.engine.request import GenerationChunk
 from paceline.deploy.api.response_builder import (
     DONE,
+    ChatDeltas,
     ResponseContext,
     UsageCounter,
     chunk_event,
+    delta_event,
     error_event,
     role_event,
     usage_event,
 )
-from paceline.deploy.api.response_schemas import Usage
+from paceline.deploy.api.response_schemas import Delta, Usage
 from paceline.deploy.errors import ApiError, timed_out
 from paceline.deploy.monitoring.outcomes import note_failure
 
@@ -41,7 +43,7 @@ async def sse_events(
         chunks: of all choices, as they come.
     """
     usage = UsageCounter(context)
-    named: set[int] = set()
+    messages: dict[int, ChatDeltas] = {}
     started: set[int] = set()
 
     def total() -> Usage | None:
@@ -49,15 +51,24 @@ async def sse_events(
 
     try:
         async for index, chunk in chunks:
-            if context.chat and index not in named:
-                named.add(index)
+            if context.chat and index not in messages:
+                messages[index] = ChatDeltas(context, index)
                 yield role_event(context, index, total())
             usage.add(index, chunk)
+            deltas: list[Delta] = []
+            if context.chat:
+                deltas, chunk = messages[index].read(chunk)
+                for early in deltas[:-1]:
+                    yield delta_event(context, index, early, total())
             details = (
                 context.token_ids or chunk.logprobs is not None or chunk.token_sources is not None
             )
-            if chunk.text or chunk.finish_reason is not None or (chunk.token_ids and details):
-                yield chunk_event(context, index, chunk, total(), first=index not in started)
+            has_text = bool(deltas if context.chat else chunk.text)
+            if has_text or chunk.finish_reason is not None or (chunk.token_ids and details):
+                delta = deltas[-1] if deltas else None
+                yield chunk_event(
+                    context, index, chunk, total(), first=index not in started, delta=delta
+                )
                 started.add(index)
     except ApiError as error:
         note_failure(error.status)

@@ -36,6 +36,14 @@ CALLING = {"role": "assistant", "tool_calls": [CALL]}
 FUNCTION = "messages.0.tool_calls.0.function"
 
 
+def tool(name: str = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name} | fields}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 def completion(**fields: Any) -> CompletionRequest:
     body = {"model": "paceline", "prompt": "hi"} | fields
     return parse_options(json.dumps(body).encode(), CompletionRequest, "paceline")
@@ -189,7 +197,22 @@ def test_a_bad_field_is_named(ask: Any, fields: dict[str, Any], param: str, code
         (completion, {"truncate_prompt_tokens": 9}, "truncate_prompt_tokens"),
         (chat, {"max_completion_tokens": 2**63}, "max_completion_tokens"),
         (chat, {"max_completion_tokens": -1}, "max_completion_tokens"),
-        (chat, {"tools": [{"type": "function"}]}, "tools"),
+        (chat, {"tools": [{"type": "function"}]}, "tools.0.function"),
+        (chat, {"tools": [{"type": "web_search", "function": {"name": "f"}}]}, "tools.0.type"),
+        (chat, {"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        (chat, {"tools": [tool("a b")]}, "tools.0.function.name"),
+        (chat, {"tools": [tool(parameters=[])]}, "tools.0.function.parameters"),
+        (chat, {"tools": [tool(parameters={"type": "array"})]}, "tools.0.function.parameters"),
+        (chat, {"tools": [tool(), tool()]}, "tools"),
+        (chat, {"tools": [tool(f"f{i}") for i in range(129)]}, "tools"),
+        (chat, {"tools": [tool(description="x" * 2**17)]}, "tools"),
+        (chat, {"tools": {}}, "tools"),
+        (chat, {"tool_choice": "required"}, "tool_choice"),
+        (chat, {"tools": [], "tool_choice": named("f")}, "tool_choice"),
+        (chat, {"tools": [tool()], "tool_choice": named("g")}, "tool_choice"),
+        (chat, {"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        (chat, {"tools": [tool()], "tool_choice": "f"}, "tool_choice"),
+        (chat, {"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         (chat, {"response_format": {"type": "xml"}}, "response_format.type"),
         (chat, {"response_format": {"type": "json_schema"}}, "response_format"),
         (completion, {"response_format": {"type": "json_object"}}, "response_format"),
@@ -245,7 +268,8 @@ def test_another_model_is_not_found() -> None:
 
 def test_neutral_values_of_what_is_not_served_are_taken() -> None:
     chat(n=1, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, logprobs=False,
-         tools=[], tool_choice="none", response_format={"type": "text"}, top_logprobs=None,
+         tools=[], tool_choice="none", parallel_tool_calls=False,
+         response_format={"type": "text"}, top_logprobs=None,
          user="u", metadata={"a": "b"}, service_tier="auto")  # fmt: skip
     completion(n=None, echo=None, suffix=None, best_of=1, logprobs=None)
 

@@ -28,6 +28,7 @@ from paceline.deploy.api.response_builder import (
     response_body,
     speculative_metrics,
 )
+from paceline.deploy.api.response_schemas import Delta
 from paceline.deploy.api.streaming import (
     KEEPALIVE,
     EventStreamResponse,
@@ -395,7 +396,7 @@ def test_an_event_is_one_line_whatever_its_text(text: str) -> None:
     piece = GenerationChunk(text, (7,))
     streamed = [
         chunk_event(ANSWER, 0, piece, first=True),
-        chunk_event(CHAT, 0, piece, first=True),
+        chunk_event(CHAT, 0, piece, first=True, delta=Delta(content=text)),
         error_event(internal(text)),
     ]
     found = []

@@ -1,0 +1,158 @@
+"""The tools of a request: what the chat template shows of them, and how answers may call them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.deploy.api.request_schemas import (
+    ChatCompletionRequest,
+    FunctionDefinition,
+    NamedTool,
+    Tool,
+)
+from paceline.deploy.api.tool_calls import ToolSyntax
+from paceline.deploy.api.tool_formats import PROBE, ToolFormat, shown_format
+from paceline.deploy.errors import ApiError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTools:
+    """What a model's chat template knows of tools.
+
+    Attributes:
+        known: whether prompts show tools.
+        format: of the model's calls, None if it is not read here.
+        tokens: the parts of the format that are tokens of the vocabulary.
+        special: whether some of them are special tokens, which texts leave out.
+    """
+
+    known: bool = False
+    format: ToolFormat | None = None
+    tokens: tuple[str, ...] = ()
+    special: bool = False
+
+
+def template_tools(tokenizer: PreTrainedTokenizerBase) -> TemplateTools:
+    """Find out what a chat template does with tools, by having it render one and a call."""
+    tool = Tool(type="function", function=FunctionDefinition(name=PROBE))
+    question = {"role": "user", "content": "a"}
+    call = {"name": f"{PROBE}_call", "arguments": {"a": "b"}}
+    calls = [{"type": "function", "id": "call00000", "function": call}]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    shown = _render(tokenizer, [question], [tool])
+    if PROBE not in shown:
+        return TemplateTools()
+    found = shown_format(shown + _render(tokenizer, [question, turn], [tool]))
+    if found is None:
+        return TemplateTools(known=True)
+    before, _, behind = found.written
+    added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
+    tokens = tuple(part for part in (*before, *behind) if part in added)
+    special = any(added[token] for token in tokens)
+    return TemplateTools(known=True, format=found, tokens=tokens, special=special)
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: Sequence[Tool]
+) -> str:
+    """What a template makes of messages; empty if it refuses them."""
+    try:
+        shown = shown_tools(tools)
+        return str(tokenizer.apply_chat_template(messages, tools=shown, tokenize=False))
+    except Exception as error:  # a template is a program by the model's authors
+        logger.info("the chat template refuses a call of a tool: %r", error)
+        return ""
+
+
+def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools as chat templates read them."""
+    return [_shown(tool.function) for tool in tools]
+
+
+def _shown(function: FunctionDefinition) -> dict[str, Any]:
+    shown = {
+        "name": function.name,
+        "description": function.description or "",
+        "parameters": _NO_PARAMETERS if function.parameters is None else function.parameters,
+    }
+    return {"type": "function", "function": shown}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTools:
+    """The tools that the answers to a request may call.
+
+    Attributes:
+        tools: that the prompt shows; none with ``tool_choice`` "none".
+        syntax: of the calls in the answers, None if they have none.
+        functions: of which an answer has to call one; empty if it need not.
+        template: of the model.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    syntax: ToolSyntax | None = None
+    functions: tuple[FunctionDefinition, ...] = ()
+    template: TemplateTools = TemplateTools()
+
+    def grammar_source(self, text_schemas: Sequence[Any]) -> dict[str, Any]:
+        """The arguments of calls_grammar.
+
+        Args:
+            text_schemas: JSON schema of answers that call nothing; none if they have to call.
+        """
+        assert self.syntax is not None
+        functions = self.functions or [tool.function for tool in self.tools]
+        return {
+            "form": self.syntax.format.name,
+            "functions": [[f.name, _argument_schema(f)] for f in functions],
+            "several": self.syntax.several,
+            "tokens": self.template.tokens,
+            "text_schema": text_schemas[0] if text_schemas else None,
+        }
+
+
+def _argument_schema(function: FunctionDefinition) -> dict[str, Any]:
+    if function.parameters is None:
+        return _NO_PARAMETERS
+    return {"type": "object"} | function.parameters
+
+
+def request_tools(options: ChatCompletionRequest, template: TemplateTools) -> RequestTools:
+    """Decide how the answers to a request may call its tools.
+
+    Raises:
+        ApiError: 400 naming ``tools`` if the template knows none or its calls are not read here.
+    """
+    tools, choice = tuple(options.tools or ()), options.tool_choice
+    if not tools or choice == "none":
+        return RequestTools()
+    if not template.known:
+        raise _not_served(
+            "this model's chat template knows no tools. Leave them out, or send tool_choice 'none'"
+        )
+    if template.format is None:
+        raise _not_served("this model writes calls in a form that is not read here")
+    functions = tuple(tool.function for tool in tools)
+    names = frozenset(function.name for function in functions)
+    several = options.parallel_tool_calls is not False and not isinstance(choice, NamedTool)
+    if isinstance(choice, NamedTool):
+        functions = tuple(f for f in functions if f.name == choice.function.name)
+    elif choice != "required":
+        functions = ()
+    syntax = ToolSyntax(template.format, names, several)
+    return RequestTools(tools, syntax, functions, template)
+
+
+def _not_served(reason: str) -> ApiError:
+    text = f"Tools are not served: {reason}."
+    return ApiError(400, text, param="tools", code="unsupported_value")
