@@ -187,7 +187,8 @@ class RequestParser:
         asked = parse_options(body, ResponsesRequest, self._model_name)
         asked = with_defaults(asked, self._defaults)
         options = asked.chat_options()
-        prompt = self._encoder.encode_chat(options.messages, options, "input")
+        tools = request_tools(options, self._encoder.template_tools)
+        prompt = self._encoder.encode_chat(options.messages, options, "input", tools.tools)
         limit = resolve_max_tokens(
             asked.max_output_tokens,
             "max_output_tokens",
@@ -197,9 +198,16 @@ class RequestParser:
             capped=not chose_length(options),
         )
         text = last_user_message(options.messages)
-        grammar = grammar_source(options, "text.format", "text.format.schema")
         return ParsedRequest(
-            options, [prompt], [text], [limit], True, client, grammar=grammar, responses=asked
+            self._shows_calls(options, tools),
+            [prompt],
+            [text],
+            [limit],
+            chat=True,
+            client=client,
+            grammar=grammar_source(options, "text.format", "text.format.schema", tools),
+            responses=asked,
+            tools=tools.syntax,
         )
 
 
@@ -298,7 +306,7 @@ def _param(loc: tuple[int | str, ...]) -> str:
         loc = loc[:2] + loc[3:]  # without the item's type
     if loc[0] == "tool_choice":
         loc = loc[:1] + loc[2:]  # without the name of the union's branch
-    if loc[0] in ("messages", "input") and loc[2:3] == ("content",):
+    if loc[0] in ("messages", "input") and loc[2:3] in (("content",), ("output",)):
         loc = loc[:3] + loc[4:]  # without the name of the union's branch ("list[TextPart]")
     return ".".join(map(str, loc))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from paceline.actors.engine.request import FINISH_LENGTH, GenerationChunk
+from paceline.deploy.api.request_schemas import ToolMode
 from paceline.deploy.api.response_builder import (
     ResponseContext,
     UsageCounter,
@@ -17,7 +19,8 @@ from paceline.deploy.api.response_builder import (
     speculative_metrics,
 )
 from paceline.deploy.api.response_schemas import ChatTokenLogprob, Metrics
-from paceline.deploy.api.responses_request import ResponsesRequest
+from paceline.deploy.api.responses_request import FunctionTool, NamedFunction, ResponsesRequest
+from paceline.deploy.api.tool_calls import CallDelta, Piece, ToolCallParser
 from paceline.deploy.errors import ApiError
 from paceline.deploy.monitoring.outcomes import note_failure
 
@@ -46,6 +49,17 @@ class OutputMessage(_Model):
     role: Literal["assistant"] = "assistant"
     status: MessageStatus
     content: list[OutputText]
+
+
+class OutputCall(_Model):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    status: MessageStatus
+    call_id: str
+    name: str
+    arguments: str
 
 
 class InputTokensDetails(_Model):
@@ -98,19 +112,56 @@ class ResponseObject(_Model):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
-    parallel_tool_calls: Literal[True] = True
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
     previous_response_id: None = None
     store: bool
     temperature: float
     text: dict[str, Any]
-    tool_choice: Literal["auto"] = "auto"
-    tools: tuple[()] = ()
+    tool_choice: ToolMode | NamedFunction
+    tools: list[FunctionTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponsesUsage | None = None
     metrics: Metrics | None = None
+
+
+Event = tuple[str, dict[str, Any]]  # kind and fields
+
+
+@dataclass(slots=True)
+class _Message:
+    """A message under way."""
+
+    id: str
+    text: str = ""
+    logprobs: list[ChatTokenLogprob] = field(default_factory=list)
+
+    def item(self, status: MessageStatus, *, empty: bool = False) -> OutputMessage:
+        return OutputMessage(id=self.id, status=status, content=[] if empty else [self.part()])
+
+    def part(self) -> OutputText:
+        return OutputText(text=self.text, logprobs=self.logprobs)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call under way."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+
+    def item(self, status: MessageStatus) -> OutputCall:
+        return OutputCall(
+            id=self.id,
+            status=status,
+            call_id=self.call_id,
+            name=self.name,
+            arguments=self.arguments,
+        )
 
 
 class ResponsesBuilder:
@@ -124,25 +175,132 @@ class ResponsesBuilder:
     def __init__(self, context: ResponseContext, request: ResponsesRequest) -> None:
         self._context = context
         self._request = request
-        self._item_id = context.id.replace("resp_", "msg_")
         self._usage = UsageCounter(context)
-        self._text: list[str] = []
-        self._logprobs: list[ChatTokenLogprob] = []
+        whole = not request.stream
+        tools = context.tools
+        self._parser = None if tools is None else ToolCallParser(tools, whole=whole)
+        self._items: list[_Message | _Call] = []  # the last one is under way
+        self._waiting: list[tuple[int, ChatTokenLogprob]] = []  # with the start of the token's text
         self._metrics: Metrics | None = None
         self._status: Status = "in_progress"
 
-    def add(self, chunk: GenerationChunk) -> list[ChatTokenLogprob]:
-        """Add a chunk; returns its log-probabilities."""
+    def add(self, chunk: GenerationChunk) -> list[Event]:
+        """Add a chunk; returns its events."""
         self._usage.add(0, chunk)
-        self._text.append(chunk.text)
         logprobs = chat_logprobs(chunk, self._context.names)
-        content = [] if logprobs is None else logprobs.content
-        self._logprobs += content
-        if chunk.finish_reason is not None:
-            self._status = "incomplete" if chunk.finish_reason == FINISH_LENGTH else "completed"
+        if logprobs is not None:
+            starts = [entry.text_offset for entry in chunk.logprobs or ()]
+            self._waiting += zip(starts, logprobs.content, strict=True)
+        pieces = self._pieces(chunk)
+        events: list[Event] = []
+        ready = self._text_logprobs(last=chunk.finish_reason is not None)
+        for piece in pieces:
+            if isinstance(piece, str):
+                events += self._add_text(piece, ready)
+                ready = []
+            else:
+                events += self._add_call(piece)
+        if ready:
+            events += self._add_text("", ready)
         if chunk.speculative is not None:
             self._metrics = speculative_metrics([(chunk.speculative, self._context.topic(0))])
-        return content
+        if chunk.finish_reason is not None:
+            if not self._items:
+                events += self._open_message()
+            self._status = "incomplete" if chunk.finish_reason == FINISH_LENGTH else "completed"
+        return events
+
+    def _pieces(self, chunk: GenerationChunk) -> list[Piece]:
+        """Text and calls of a chunk."""
+        if self._parser is None:
+            return [chunk.text] if chunk.text else []
+        last, cut = chunk.finish_reason is not None, chunk.finish_reason == FINISH_LENGTH
+        return self._parser.feed(chunk.text, last=last, cut=cut)
+
+    def _text_logprobs(self, *, last: bool) -> list[ChatTokenLogprob]:
+        """Log-probabilities of the tokens that are text, not part of a call; all if there is none.
+
+        Text behind a call has none.
+        """
+        end = None if self._parser is None else self._parser.text_end
+        if self._parser is not None and end is None and not last:
+            end = self._parser.num_released
+        ready = [entry for start, entry in self._waiting if end is None or start < end]
+        self._waiting = self._waiting[len(ready) :]
+        return ready
+
+    def _add_text(self, text: str, logprobs: list[ChatTokenLogprob]) -> list[Event]:
+        events = [] if self._in_message else self._open_message()
+        message = self._items[-1]
+        assert isinstance(message, _Message)
+        message.text += text
+        message.logprobs += logprobs
+        part = self._place() | {"content_index": 0}
+        return [
+            *events,
+            ("response.output_text.delta", part | {"delta": text, "logprobs": logprobs}),
+        ]
+
+    @property
+    def _in_message(self) -> bool:
+        return bool(self._items) and isinstance(self._items[-1], _Message)
+
+    def _open_message(self) -> list[Event]:
+        events = self._close_item("completed")
+        name = self._context.id.replace("resp_", "msg_")
+        message = _Message(f"{name}_{len(self._items)}" if self._items else name)
+        self._items.append(message)
+        added = {"output_index": len(self._items) - 1}
+        part = self._place() | {"content_index": 0}
+        return [
+            *events,
+            (
+                "response.output_item.added",
+                added | {"item": message.item("in_progress", empty=True)},
+            ),
+            ("response.content_part.added", part | {"part": OutputText(text="")}),
+        ]
+
+    def _add_call(self, piece: CallDelta) -> list[Event]:
+        events: list[Event] = []
+        if piece.name is not None:
+            events = self._close_item("completed")
+            call_id = self._context.call_id(0, piece.index)
+            call = _Call(call_id.replace("call_", "fc_"), call_id, piece.name)
+            self._items.append(call)
+            added = {"output_index": len(self._items) - 1, "item": call.item("in_progress")}
+            events.append(("response.output_item.added", added))
+        if piece.arguments:
+            under_way = self._items[-1]
+            assert isinstance(under_way, _Call)
+            under_way.arguments += piece.arguments
+            delta = self._place() | {"delta": piece.arguments}
+            events.append(("response.function_call_arguments.delta", delta))
+        return events
+
+    def _place(self) -> dict[str, Any]:
+        """Where the item under way is."""
+        return {"output_index": len(self._items) - 1, "item_id": self._items[-1].id}
+
+    def _close_item(self, status: MessageStatus) -> list[Event]:
+        """The events at the end of the item under way."""
+        if not self._items:
+            return []
+        item, place = self._items[-1], self._place()
+        done: Event = (
+            "response.output_item.done",
+            {"output_index": place["output_index"], "item": item.item(status)},
+        )
+        if isinstance(item, _Call):
+            whole = place | {"name": item.name, "arguments": item.arguments}
+            return [("response.function_call_arguments.done", whole), done]
+        place |= {"content_index": 0}
+        text = {"text": item.text, "logprobs": item.logprobs}
+        return [
+            ("response.output_text.done", place | text),
+            ("response.content_part.done", place | {"part": item.part()}),
+            done,
+        ]
 
     def body(self) -> bytes:
         """The JSON body of a response that is not streamed."""
@@ -154,45 +312,42 @@ class ResponsesBuilder:
         """OpenAI's events of a streamed response; a late failure becomes ``response.failed``."""
         numbers = count()
 
-        def event(kind: str, **fields: Any) -> bytes:
+        def frame(event: Event) -> bytes:
+            kind, fields = event
             return event_frame(kind, {"type": kind, "sequence_number": next(numbers), **fields})
 
-        item = {"output_index": 0}
-        part = item | {"content_index": 0, "item_id": self._item_id}
         for kind in ("response.created", "response.in_progress"):
-            yield event(kind, response=self._response(output=[]))
-        yield event("response.output_item.added", **item, item=self._message([]))
-        empty = OutputText(text="")
-        yield event("response.content_part.added", **part, part=empty)
+            yield frame((kind, {"response": self._response()}))
+        if self._parser is None:
+            for event in self._open_message():
+                yield frame(event)
         try:
             async for _, chunk in chunks:
-                logprobs = self.add(chunk)
-                if chunk.text or logprobs:
-                    yield event(
-                        "response.output_text.delta", **part, delta=chunk.text, logprobs=logprobs
-                    )
+                for event in self.add(chunk):
+                    yield frame(event)
         except ApiError as error:
             note_failure(error.status)
             self._status = "failed"
             failed = self._response(error=ResponseError(message=error.message))
-            yield event("response.failed", response=failed)
+            yield frame(("response.failed", {"response": failed}))
             return
-        whole = self._output_text()
-        yield event("response.output_text.done", **part, text=whole.text, logprobs=whole.logprobs)
-        yield event("response.content_part.done", **part, part=whole)
-        yield event("response.output_item.done", **item, item=self._message([whole]))
-        yield event(f"response.{self._status}", response=self._response())
+        for event in self._close_item(self._last_status):
+            yield frame(event)
+        yield frame((f"response.{self._status}", {"response": self._response()}))
 
-    def _output_text(self) -> OutputText:
-        return OutputText(text="".join(self._text), logprobs=self._logprobs)
+    @property
+    def _last_status(self) -> MessageStatus:
+        """Of the last item."""
+        return "incomplete" if self._status == "failed" else self._status
 
-    def _message(self, content: list[OutputText]) -> OutputMessage:
-        status = "incomplete" if self._status == "failed" else self._status
-        return OutputMessage(id=self._item_id, status=status, content=content)
+    def _output(self) -> list[OutputMessage | OutputCall]:
+        last = len(self._items) - 1
+        return [
+            item.item(self._last_status if i == last else "completed")
+            for i, item in enumerate(self._items)
+        ]
 
-    def _response(
-        self, output: list[OutputMessage] | None = None, error: ResponseError | None = None
-    ) -> ResponseObject:
+    def _response(self, error: ResponseError | None = None) -> ResponseObject:
         request, usage = self._request, self._usage.usage()
         done = self._status in ("completed", "incomplete")
         return ResponseObject(
@@ -205,10 +360,13 @@ class ResponsesBuilder:
             max_output_tokens=request.max_output_tokens,
             metadata=request.metadata or {},
             model=self._context.model,
-            output=[self._message([self._output_text()])] if output is None else output,
+            output=self._output(),
+            parallel_tool_calls=request.parallel_tool_calls is not False,
             store=request.store is not False,
             temperature=1.0 if request.temperature is None else request.temperature,
             text={"format": request.text_format},
+            tool_choice=request.tool_choice or "auto",
+            tools=list(request.tools or ()),
             top_logprobs=request.top_logprobs or 0,
             top_p=1.0 if request.top_p is None else request.top_p,
             usage=ResponsesUsage(

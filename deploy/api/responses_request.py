@@ -7,21 +7,40 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from paceline.deploy.api.request_schemas import (
     INT64_MAX,
     MAX_LOGPROBS,
+    MAX_TOOLS,
     ChatCompletionRequest,
     ChatMessage,
     ChatTemplateOptions,
     FunctionCall,
+    FunctionDefinition,
+    FunctionName,
+    FunctionType,
     JsonSchema,
+    NamedTool,
     RequestModel,
     ResponseFormat,
     SamplingOptions,
     StreamOptions,
+    Tool,
     ToolCall,
+    ToolChoice,
+    ToolMode,
+    check_tool_choice,
+    check_tools,
+    choice_type,
 )
 from paceline.deploy.errors import invalid_value
 
@@ -64,7 +83,7 @@ class FunctionCallOutputItem(RequestModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str
+    output: str | list[ContentPart]
     id: Any = None
     status: Any = None
 
@@ -131,6 +150,24 @@ class TextOptions(RequestModel):
     verbosity: Literal["medium"] | None = None
 
 
+class _TypedFunction(RequestModel):
+    type: FunctionType  # before the name: another type is the first problem
+
+
+class FunctionTool(FunctionDefinition, _TypedFunction):
+    """A function that answers may call."""
+
+
+class NamedFunction(FunctionName, _TypedFunction):
+    """The choice of one function, which the answer then calls."""
+
+
+FunctionChoice = Annotated[
+    Annotated[ToolMode, Tag("mode")] | Annotated[NamedFunction, Tag("tool")],
+    Discriminator(choice_type),
+]
+
+
 class ResponsesRequest(SamplingOptions, ChatTemplateOptions):
     """``POST /v1/responses``."""
 
@@ -148,9 +185,9 @@ class ResponsesRequest(SamplingOptions, ChatTemplateOptions):
     truncation: Any = None
     max_tool_calls: Any = None
     background: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     @field_validator("previous_response_id", "conversation")
     @classmethod
@@ -158,6 +195,23 @@ class ResponsesRequest(SamplingOptions, ChatTemplateOptions):
         if name is not None:
             raise ValueError("no conversation is kept here; send the whole history as input")
         return name
+
+    @field_validator("tools")
+    @classmethod
+    def _tools(cls, tools: list[FunctionTool] | None) -> list[FunctionTool] | None:
+        check_tools(tools or ())
+        return tools
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _tool_choice(
+        cls, choice: FunctionChoice | None, info: ValidationInfo
+    ) -> FunctionChoice | None:
+        if "tools" in info.data:  # and valid
+            names = [tool.name for tool in info.data["tools"] or ()]
+            chosen = choice.name if isinstance(choice, NamedFunction) else choice
+            check_tool_choice(chosen, names, named=isinstance(choice, NamedFunction))
+        return choice
 
     @property
     def text_format(self) -> dict[str, Any]:
@@ -188,7 +242,7 @@ class ResponsesRequest(SamplingOptions, ChatTemplateOptions):
                 found.append(turn.model_copy(update={"tool_calls": calls}))
             elif isinstance(item, FunctionCallOutputItem):
                 found.append(
-                    ChatMessage(role="tool", content=item.output, tool_call_id=item.call_id)
+                    ChatMessage(role="tool", content=_text(item.output), tool_call_id=item.call_id)
                 )
         if not found:
             raise invalid_value("input", "it has no message")
@@ -206,11 +260,19 @@ class ResponsesRequest(SamplingOptions, ChatTemplateOptions):
             values["reasoning_effort"] = self.reasoning.effort
         if self.text is not None and self.text.format is not None:
             values["response_format"] = self.text.format.response_format
+        choice: ToolChoice | None
+        if isinstance(self.tool_choice, NamedFunction):
+            choice = NamedTool(type="function", function=FunctionName(name=self.tool_choice.name))
+        else:
+            choice = self.tool_choice
         return ChatCompletionRequest.model_construct(
             messages=self.messages(),
             max_completion_tokens=self.max_output_tokens,
             logprobs=bool(self.top_logprobs) or LOGPROBS in (self.include or ()),
             top_logprobs=self.top_logprobs,
+            tools=[Tool.model_construct(type="function", function=f) for f in self.tools or ()],
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
             **values,
         )
 

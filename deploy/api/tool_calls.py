@@ -152,6 +152,11 @@ class ToolCallParser:
         self.num_calls = 0
         self.text_end: int | None = None
 
+    @property
+    def num_released(self) -> int:
+        """Characters of the answer that have been read to the end, as text or as calls."""
+        return self._released
+
     def feed(self, text: str, *, last: bool = False, cut: bool = False) -> list[Piece]:
         """Read on.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -20,6 +21,8 @@ from paceline.deploy.api.response_builder import ResponseContext
 from paceline.deploy.api.responses_builder import ResponsesBuilder
 from paceline.deploy.api.responses_request import ResponsesRequest
 from paceline.deploy.api.token_names import TokenNames
+from paceline.deploy.api.tool_calls import ToolSyntax
+from paceline.deploy.api.tool_formats import HERMES
 from paceline.deploy.errors import ApiError, internal
 
 CONTEXT = ResponseContext(
@@ -28,6 +31,9 @@ CONTEXT = ResponseContext(
 LAST = GenerationChunk(
     "b", (8, 9), "stop", SpeculativeStats("sql", 3, 4, 16, 6, (1, 1, 1, 1, 0)), num_cached_tokens=3
 )
+LAST_EMPTY = dataclasses.replace(LAST, text="", token_ids=(8,))
+TOOL = {"type": "function", "name": "f"}
+RESULT = {"type": "function_call_output", "call_id": "c0", "output": "bin"}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
@@ -64,12 +70,15 @@ def test_calls_of_functions_are_one_turn_and_their_results_follow() -> None:
         {"type": "function_call", "call_id": f"c{i}", "name": "ls", "arguments": "{}", "id": "fc"}
         for i in range(2)
     ]
-    result = {"type": "function_call_output", "call_id": "c0", "output": "bin"}
     text = {"role": "assistant", "content": "Wait."}
+    parts = RESULT | {
+        "output": [{"type": "input_text", "text": "et"}, {"type": "text", "text": "c"}]
+    }
     messages: list[ChatMessage] = asked(
-        input=[{"role": "user", "content": "hi"}, text, *calls, result]
+        input=[{"role": "user", "content": "hi"}, text, *calls, RESULT, parts]
     ).messages()
-    assert [m.role for m in messages] == ["user", "assistant", "tool"]
+    assert [m.role for m in messages] == ["user", "assistant", "tool", "tool"]
+    assert messages[3].text == "etc"
     assert messages[1].text == "Wait."
     assert [call.id for call in messages[1].tool_calls or ()] == ["c0", "c1"]
     assert (messages[2].tool_call_id, messages[2].text) == ("c0", "bin")
@@ -113,7 +122,19 @@ def test_sampling_fields_are_those_of_chat() -> None:
         ({"conversation": "conv_0"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "x"}}, "prompt"),
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL | {"parameters": {"type": "string"}}]}, "tools.0.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+        (
+            {"input": [RESULT | {"output": [{"type": "input_image", "text": "x"}]}]},
+            "input.0.output.0.type",
+        ),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format"),
@@ -231,3 +252,95 @@ def test_a_late_failure_is_an_event() -> None:
     assert found[-1].type == "response.failed"
     assert found[-1].response.error.message == "gone"
     assert found[-1].response.status == "failed"
+
+
+CALLING = dataclasses.replace(CONTEXT, tools=ToolSyntax(HERMES, frozenset({"f", "g"})))
+CALLS = (
+    'Wait.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+)
+
+
+def test_calls_are_items_of_their_own_in_a_whole_response_and_in_a_stream() -> None:
+    choice = {"type": "function", "name": "f"}
+    fields: dict[str, Any] = {
+        "tools": [TOOL, TOOL | {"name": "g", "strict": True}],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+    }
+    builder = ResponsesBuilder(CALLING, asked(**fields))
+    builder.add(dataclasses.replace(LAST, text=CALLS))
+    whole = Response.model_validate_json(builder.body())
+    assert [item.type for item in whole.output] == ["message", "function_call", "function_call"]
+    assert whole.output_text == "Wait."
+    calls = [item for item in whole.output if item.type == "function_call"]
+    assert [(c.name, c.arguments, c.status) for c in calls] == [
+        ("f", '{"a": 1}', "completed"),
+        ("g", "{}", "completed"),
+    ]
+    assert len({item.id for item in whole.output} | {c.call_id for c in calls}) == 5
+    assert (whole.parallel_tool_calls, whole.status) == (False, "completed")
+    echoed = json.loads(builder.body())
+    assert (echoed["tool_choice"], [t["name"] for t in echoed["tools"]]) == (choice, ["f", "g"])
+
+    chunks = [GenerationChunk(char, (7,)) for char in CALLS]
+    found = events(ResponsesBuilder(CALLING, asked(stream=True, **fields)), *chunks, LAST_EMPTY)
+    assert [item.model_dump() for item in found[-1].response.output] == [
+        item.model_dump() for item in whole.output
+    ]
+    kinds = [key for key, _ in itertools.groupby(event.type for event in found)]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        *[
+            "response.output_item.added",
+            "response.function_call_arguments.delta",
+            "response.function_call_arguments.done",
+            "response.output_item.done",
+        ]
+        * 2,
+        "response.completed",
+    ]
+    deltas = [e for e in found if e.type == "response.function_call_arguments.delta"]
+    assert "".join(e.delta for e in deltas if e.item_id == calls[0].id) == '{"a": 1}'
+    assert {e.output_index for e in deltas} == {1, 2}
+
+
+def test_without_a_call_a_response_with_tools_is_a_message() -> None:
+    for text in ("Hi.\n", ""):
+        chunks = [GenerationChunk(char, (7,)) for char in text]
+        found = events(ResponsesBuilder(CALLING, asked(stream=True)), *chunks, LAST_EMPTY)
+        (message,) = found[-1].response.output
+        assert (message.type, found[-1].response.output_text) == ("message", text)
+        builder = ResponsesBuilder(CALLING, asked())
+        builder.add(dataclasses.replace(LAST, text=text))
+        assert Response.model_validate_json(builder.body()).output_text == text
+
+
+def test_a_message_before_a_call_has_the_log_probabilities_of_its_own_tokens() -> None:
+    def logprob(at: int) -> TokenLogprob:
+        return TokenLogprob(-float(at), (), at)
+
+    starts = range(len(CALLS))
+    builder = ResponsesBuilder(CALLING, asked(top_logprobs=0))
+    builder.add(
+        dataclasses.replace(
+            LAST,
+            text=CALLS,
+            token_ids=(7,) * len(CALLS),
+            logprobs=tuple(map(logprob, starts)),
+        )
+    )
+    whole = json.loads(builder.body())["output"][0]["content"][0]["logprobs"]
+    assert [entry["logprob"] for entry in whole] == [0.0, -1.0, -2.0, -3.0, -4.0]
+    chunks = [GenerationChunk(CALLS[at], (7,), logprobs=(logprob(at),)) for at in starts]
+    last = dataclasses.replace(LAST_EMPTY, logprobs=(logprob(len(CALLS)),))
+    found = events(ResponsesBuilder(CALLING, asked(stream=True)), *chunks, last)
+    streamed = found[-1].response.output[0].content[0].logprobs
+    assert [entry.logprob for entry in streamed] == [0.0, -1.0, -2.0, -3.0, -4.0]

@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 import tool_templates
 from local_ingress import Handle, nothing_learns
+from openai.types.responses import Response
 from ray.exceptions import ActorUnavailableError
 from tiny_models import save_tiny, tiny_tokenizer
 from tokenizers import AddedToken
@@ -49,9 +50,11 @@ class Server:
     folder: Path
     target: TargetReplica
 
-    def post(
-        self, *bodies: dict[str, Any], target: Any = None, path: str = "/v1/chat/completions"
-    ) -> list[httpx.Response]:
+    def post(self, *bodies: dict[str, Any], target: Any = None) -> list[httpx.Response]:
+        """The answers to chats, one after the other."""
+        return self.ask("/v1/chat/completions", *(BODY | body for body in bodies), target=target)
+
+    def ask(self, path: str, *bodies: dict[str, Any], target: Any = None) -> list[httpx.Response]:
         """The answers to requests, one after the other."""
 
         settings = IngressSettings("m", str(self.folder), None, ("general",), 1.0, 0.5, 8)
@@ -61,7 +64,7 @@ class Server:
             transport = httpx.ASGITransport(ingress.__serve_build_asgi_app__())
             url = "http://127.0.0.1"
             async with httpx.AsyncClient(transport=transport, base_url=url, timeout=60) as http:
-                return [await http.post(path, json=BODY | body) for body in bodies]
+                return [await http.post(path, json=body) for body in bodies]
 
         try:
             return asyncio.run(ask())
@@ -366,3 +369,35 @@ def test_replicas_that_die_in_a_call_neither_repeat_nor_lose_a_piece_of_it(serve
         own = put_together(streamed(stream))
         assert without_ids(own["message"]) == without_ids(whole["message"])
         assert own["finish_reason"] == "tool_calls"
+
+
+def test_the_responses_api_calls_functions_too(server: Server) -> None:
+    functions = [{"type": "function"} | tool["function"] for tool in TOOLS]
+    body: dict[str, Any] = {
+        "model": "m",
+        "input": "Weather?",
+        "tools": functions,
+        "tool_choice": {"type": "function", "name": "weather"},
+        "temperature": 0,
+    }
+    path = "/v1/responses"
+    whole, stream = (server.ask(path, b)[0] for b in (body, body | {"stream": True}))
+    assert whole.status_code == 200, whole.text
+    (call,) = Response.model_validate(whole.json()).output
+    assert call.type == "function_call"
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    last = json.loads(stream.text.rsplit("data: ", 1)[1])
+    assert last["type"] == "response.completed"
+    assert last["response"]["output"][0]["arguments"] == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Mild."}
+    history = [{"role": "user", "content": "Weather?"}, call.to_dict(), result]
+    more = {"input": history, "tool_choice": "auto", "max_output_tokens": 5}
+    assert server.ask(path, body | more)[0].status_code == 200
+
+
+def test_the_responses_api_refuses_tools_that_the_template_does_not_know(
+    target: TargetReplica, target_folder: Path
+) -> None:
+    body = {"model": "m", "input": "a", "tools": [{"type": "function", "name": "f"}]}
+    (answer,) = Server(target_folder, target).ask("/v1/responses", body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
