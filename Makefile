@@ -2,7 +2,7 @@
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check | make soak
 #   make experts | make bench-peers ARGS="--quick" | bench-decode | bench-memory | bench-faults | bench-idle
 #   make bench-online ARGS="--quick" | bench-grid | bench-adapters | bench-medusa | bench-routes
-#   make bench-router | bench-traffic | bench-proof | test-cluster
+#   make bench-router | bench-traffic | bench-conversation | bench-proof | test-cluster
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -27,7 +27,7 @@ export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-peers bench-decode bench-memory bench-faults soak \
 	bench-online bench-grid bench-adapters bench-medusa bench-routes bench-router bench-traffic \
-	bench-idle bench-proof test test-full test-cluster test-gpu check format clean
+	bench-idle bench-conversation bench-proof test test-full test-cluster test-gpu check format clean
 
 help:
 	@sed -n '2,8s/^# *//p' Makefile
@@ -78,7 +78,7 @@ serve: setup
 experts: setup
 	@$(PY) benchmarks/experts.py $(ARGS)
 
-bench-decode bench-memory bench-router bench-idle bench-faults: bench-%: setup
+bench-decode bench-memory bench-router bench-idle bench-faults bench-conversation: bench-%: setup
 	@$(PY) benchmarks/$*.py $(ARGS)
 
 # Paceline over HTTP against llama.cpp, OpenVINO, vLLM and transformers: all modes of each on the same

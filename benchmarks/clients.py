@@ -32,6 +32,7 @@ class Reply:
         first_token_at: time of the first event with tokens.
         first_tokens: tokens of that event: those of a whole round of speculation.
         speculative: the server's metrics of speculative decoding.
+        usage: of a stream that includes it.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Reply:
     first_token_at: float | None = None
     first_tokens: int = 0
     speculative: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
 
     @property
     def answer(self) -> tuple[tuple[int, ...], str, str | None]:
@@ -139,6 +141,7 @@ def _take(event: dict[str, Any], reply: Reply) -> None:
         return
     if event.get("metrics") is not None:
         reply.speculative = event["metrics"]["speculative_decoding"]
+    reply.usage = event.get("usage") or reply.usage
     for choice in event["choices"]:
         reply.token_ids.extend(choice.get("token_ids") or ())
         reply.text += choice["delta"].get("content") or ""

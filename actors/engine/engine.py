@@ -187,7 +187,9 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Remove a request if it is running or waiting, and free its row and blocks."""
         if request_id in self._running:
-            self._running[request_id].finish_reason = FINISH_ABORT
+            sequence = self._running[request_id]
+            sequence.finish_reason = FINISH_ABORT
+            self._scheduler.cache_prefix(sequence)  # for a client that timed out and comes back
             self._scheduler.free(request_id)
         for sequence in [s for s in self._waiting if s.request_id == request_id]:
             self._waiting.remove(sequence)

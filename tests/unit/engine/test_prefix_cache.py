@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from engines import TOKENIZER, make_engine, request, run, tokens_of
 
 from paceline.actors.engine.kv_cache import BLOCK_SIZE, PrefixCache
@@ -51,6 +52,22 @@ def test_a_conversation_reuses_its_kv() -> None:
         assert cached > 0 or not turn
         assert expected[f"t{turn}"][-1].chunk.num_cached_tokens == 0
         history += [*tokens_of(found[f"t{turn}"]), 7, 8, 9]
+
+
+@pytest.mark.parametrize(("rounds", "cached"), [(2, 16), (16, 48)])
+def test_what_a_client_waited_for_too_long_is_not_computed_again(rounds: int, cached: int) -> None:
+    """Two rounds compute 16 tokens of the prompt; after 16 it has been answered in part."""
+    engine, plain = make_engine(k=0), make_engine(prefix_cache=False)
+    engine.add(request("r", LONG, max_tokens=30, ignore_eos=True, num_speculative_tokens=0))
+    found = [
+        token for _ in range(rounds) for output in engine.step() for token in output.chunk.token_ids
+    ]
+    engine.abort("r")
+    assert len(engine.step()) == 0
+    asked = [request("s", [*LONG, *found], max_tokens=8, ignore_eos=True)]
+    again = run(engine, asked)["s"]
+    assert again[-1].chunk.num_cached_tokens == cached
+    assert tokens_of(again) == tokens_of(run(plain, asked)["s"])
 
 
 def test_a_request_with_store_false_is_not_cached() -> None:
