@@ -139,6 +139,7 @@ def openapi_document(model_name: str) -> Schema:
         schemas[name]["properties"]["model"] = {"enum": names}
     text = schemas["ResponsesRequest"]["properties"]
     text["input"] = {"anyOf": [_STRING, text["input"]]}
+    text["prompt"] = _NULL  # a stored one, not that of completions
     schemas["TokenizeRequest"]["oneOf"] = [
         {"required": [one], "properties": {one: {"not": _NULL}, other: _NULL}}
         for one, other in (("prompt", "messages"), ("messages", "prompt"))
