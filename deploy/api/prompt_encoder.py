@@ -95,7 +95,6 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self.template_tools = template_tools(tokenizer)
-        self._shows_tool_calls = "tool_calls" in str(tokenizer.chat_template)
         render = inspect.signature(tokenizer.apply_chat_template).parameters.values()
         self._reserved = {p.name for p in render if p.kind is not p.VAR_KEYWORD} | {"messages"}
 
@@ -149,11 +148,12 @@ class PromptEncoder:
             raise invalid_value("chat_template_kwargs", f"{reserved[0]!r} is not the template's")
         if request.reasoning_effort is not None:
             options = {"reasoning_effort": request.reasoning_effort} | options
-        generate = request.add_generation_prompt
+        generate, shown = request.add_generation_prompt, shown_tools(tools) or None
         try:
+            shows_calls = "tool_calls" in self._tokenizer.get_chat_template(tools=shown)
             text = self._tokenizer.apply_chat_template(
-                [self._template_message(message) for message in messages],
-                tools=shown_tools(tools) or None,
+                [_template_message(message, shows_calls) for message in messages],
+                tools=shown,
                 add_generation_prompt=not request.continue_final_message and generate is not False,
                 continue_final_message=request.continue_final_message,
                 tokenize=False,
@@ -169,22 +169,6 @@ class PromptEncoder:
         if not token_ids:
             raise invalid_value(param, "the chat template makes an empty prompt of them")
         return token_ids
-
-    def _template_message(self, message: ChatMessage) -> dict[str, Any]:
-        """A message as chat templates read it."""
-        given = message.model_dump(
-            include={"name", "tool_call_id", "reasoning_content", "reasoning"}, exclude_none=True
-        )
-        role = _TEMPLATE_ROLES.get(message.role, message.role)
-        given |= {"role": role, "content": message.text}
-        calls = [_template_call(call) for call in message.tool_calls or ()]
-        if calls and self._shows_tool_calls:
-            given["tool_calls"] = calls
-        elif calls:  # in Hermes' form: else the model would read answers to calls it does not see
-            texts = (json.dumps(call["function"], ensure_ascii=False) for call in calls)
-            written = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
-            given["content"] = f"{message.text}\n{written}" if message.text else written
-        return given
 
     def echo(self, prompt: str | list[int], token_ids: list[int]) -> EchoedPrompt:
         """What answers to a prompt repeat.
@@ -223,6 +207,23 @@ class PromptEncoder:
             **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")),
             **self._tokenizer.special_tokens_map,
         }
+
+
+def _template_message(message: ChatMessage, shows_calls: bool) -> dict[str, Any]:
+    """A message as chat templates read it, with or without calls of tools."""
+    given = message.model_dump(
+        include={"name", "tool_call_id", "reasoning_content", "reasoning"}, exclude_none=True
+    )
+    role = _TEMPLATE_ROLES.get(message.role, message.role)
+    given |= {"role": role, "content": message.text}
+    calls = [_template_call(call) for call in message.tool_calls or ()]
+    if calls and shows_calls:
+        given["tool_calls"] = calls
+    elif calls:  # in Hermes' form: else the model would read answers to calls it does not see
+        texts = (json.dumps(call["function"], ensure_ascii=False) for call in calls)
+        written = "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+        given["content"] = f"{message.text}\n{written}" if message.text else written
+    return given
 
 
 def _template_call(call: ToolCall) -> dict[str, Any]:

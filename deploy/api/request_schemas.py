@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -485,6 +486,14 @@ def check_tools(functions: Sequence[FunctionDefinition]) -> None:
         raise ValueError(f"must have at most {MAX_TOOLS_CHARS} characters")
 
 
+def _checked_tools(tools: list[Tool]) -> list[Tool]:
+    check_tools([tool.function for tool in tools])
+    return tools
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), AfterValidator(_checked_tools)]
+
+
 def check_tool_choice(choice: str | None, names: Collection[str], *, named: bool) -> None:
     """Refuse a choice that the tools do not allow.
 
@@ -530,7 +539,7 @@ class ChatCompletionRequest(GenerationOptions, ChatTemplateOptions):
     chat_template: Any = None
     documents: Any = None
     mm_processor_kwargs: Any = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Any = None
@@ -542,12 +551,6 @@ class ChatCompletionRequest(GenerationOptions, ChatTemplateOptions):
     include_reasoning: Any = None
     verbosity: Any = None
     web_search_options: Any = None
-
-    @field_validator("tools")
-    @classmethod
-    def _tools(cls, tools: list[Tool] | None) -> list[Tool] | None:
-        check_tools([tool.function for tool in tools or ()])
-        return tools
 
     @field_validator("tool_choice")
     @classmethod
@@ -578,6 +581,7 @@ class TokenizeRequest(ChatTemplateOptions):
     messages: Annotated[
         Annotated[list[ChatMessage], Field(min_length=1)] | None, Field(validate_default=True)
     ] = None
+    tools: Tools | None = None
     return_token_strs: Flag = False
 
     @field_validator("messages")

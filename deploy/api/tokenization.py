@@ -17,6 +17,7 @@ from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.request_parser import check_model, off_loop, parse_json, read_body
 from paceline.deploy.api.request_schemas import DetokenizeRequest, TokenizeRequest
 from paceline.deploy.api.response_schemas import DetokenizeResponse, TokenizeResponse
+from paceline.deploy.api.tools import check_known
 
 
 class Tokenization:
@@ -63,7 +64,9 @@ class Tokenization:
         asked = parse_json(body, TokenizeRequest)
         self._check_model(asked.model)
         if asked.messages is not None:
-            tokens = self._encoder.encode_chat(asked.messages, asked)
+            if asked.tools:
+                check_known(self._encoder.template_tools)
+            tokens = self._encoder.encode_chat(asked.messages, asked, tools=asked.tools or ())
         else:
             tokens = self._encoder.encode_text(asked.prompt or "", asked.add_special_tokens)
         return TokenizeResponse(

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from paceline.deploy.api.tool_formats import ToolFormat
 
-_STRING = r'"((?:[^"\\]|\\.)*)"'
+_STRING = r'"((?:[^"\\]|\\.){0,256})"'  # of a key or a name: no function has a longer one
 _FIRST_KEY = re.compile(r"\{\s*(?:([^\s\"}])|" + _STRING + r"\s*:)", re.DOTALL)
 _KIND = r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
 _NAME = re.compile(_KIND + r'"name"\s*:\s*(?:([^\s"])|' + _STRING + ")", re.DOTALL)

@@ -136,10 +136,7 @@ def request_tools(options: ChatCompletionRequest, template: TemplateTools) -> Re
     tools, choice = tuple(options.tools or ()), options.tool_choice
     if not tools or choice == "none":
         return RequestTools()
-    if not template.known:
-        raise _not_served(
-            "this model's chat template knows no tools. Leave them out, or send tool_choice 'none'"
-        )
+    check_known(template)
     if template.format is None:
         raise _not_served("this model writes calls in a form that is not read here")
     functions = tuple(tool.function for tool in tools)
@@ -151,6 +148,18 @@ def request_tools(options: ChatCompletionRequest, template: TemplateTools) -> Re
         functions = ()
     syntax = ToolSyntax(template.format, names, several)
     return RequestTools(tools, syntax, functions, template)
+
+
+def check_known(template: TemplateTools) -> None:
+    """Refuse tools that the chat template would leave out.
+
+    Raises:
+        ApiError: 400 naming ``tools``.
+    """
+    if not template.known:
+        raise _not_served(
+            "this model's chat template knows no tools. Leave them out, or send tool_choice 'none'"
+        )
 
 
 def _not_served(reason: str) -> ApiError:

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from tiny_models import tiny_tokenizer
+from tiny_models import CHAT_TEMPLATE, tiny_tokenizer
+from tool_templates import HERMES
 
 from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.request_parser import parse_options
@@ -51,6 +52,23 @@ def test_calls_and_results_of_tools_reach_the_template() -> None:
     assert (
         prompt(USER, call, result, template=SHOW) == "[user]hi[assistant]ls(/)[toollsc1]bin etc[go]"
     )
+
+
+def test_a_template_of_its_own_for_tools_is_used_with_tools() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = {"default": CHAT_TEMPLATE, "tool_use": HERMES}
+    own = PromptEncoder(tokenizer, len(tokenizer))
+    assert own.template_tools.format is not None
+    calls = {"role": "assistant", "content": "Wait.", "tool_calls": [CALL]}
+    tools = [{"type": "function", "function": {"name": "ls"}}]
+    body = json.dumps({"model": "m", "messages": [USER, calls], "tools": tools}).encode()
+    request = parse_options(body, ChatCompletionRequest, "m")
+    shown = own.decode(own.encode_chat(request.messages, request, tools=request.tools or ()))
+    hidden = own.decode(own.encode_chat(request.messages, request), skip_special_tokens=False)
+    call = '<tool_call>\n{"name": "ls", "arguments": {"path": "/"}}\n</tool_call>'
+    assert shown.startswith("<|im_start|>system\n# Tools\n")
+    assert f"Wait.\n{call}<|im_end|>" in shown
+    assert f"<|assistant|>Wait.\n{call}</s>" in hidden
 
 
 def test_a_template_without_tool_calls_gets_them_as_text() -> None:

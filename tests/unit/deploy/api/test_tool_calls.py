@@ -94,6 +94,8 @@ def test_calls_in_llama_3_form(text: str, said: str, calls: list[WholeCall]) -> 
         (LLAMA3, '{"answer": 4}'),
         (LLAMA3, "<|python_tag|>print(1)"),
         (LLAMA3, "{}"),
+        (LLAMA3, '{"' + "a" * 300 + '": 1}'),
+        (HERMES, '<tool_call>{"name": "' + "a" * 300 + '", "arguments": {}}'),
     ],
 )
 def test_what_is_no_call_is_text_to_the_last_character(form: ToolFormat, text: str) -> None:

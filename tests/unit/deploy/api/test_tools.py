@@ -371,6 +371,13 @@ def test_replicas_that_die_in_a_call_neither_repeat_nor_lose_a_piece_of_it(serve
         assert own["finish_reason"] == "tool_calls"
 
 
+def test_tools_are_tokenized_as_a_chat_shows_them(hermes: Server) -> None:
+    chat = {"messages": BODY["messages"], "tools": TOOLS}
+    (counted,) = hermes.ask("/tokenize", chat)
+    (answer,) = hermes.post({"max_tokens": 1})
+    assert counted.json()["count"] == answer.json()["usage"]["prompt_tokens"]
+
+
 def test_the_responses_api_calls_functions_too(server: Server) -> None:
     functions = [{"type": "function"} | tool["function"] for tool in TOOLS]
     body: dict[str, Any] = {
@@ -395,9 +402,12 @@ def test_the_responses_api_calls_functions_too(server: Server) -> None:
     assert server.ask(path, body | more)[0].status_code == 200
 
 
-def test_the_responses_api_refuses_tools_that_the_template_does_not_know(
+def test_responses_and_tokenize_refuse_tools_that_the_template_does_not_know(
     target: TargetReplica, target_folder: Path
 ) -> None:
     body = {"model": "m", "input": "a", "tools": [{"type": "function", "name": "f"}]}
-    (answer,) = Server(target_folder, target).ask("/v1/responses", body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    plain = Server(target_folder, target)
+    for path, asked in (("/v1/responses", body), ("/tokenize", BODY | {"model": "m"})):
+        fields = {k: v for k, v in asked.items() if k not in ("max_tokens", "temperature")}
+        (answer,) = plain.ask(path, fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
