@@ -2,7 +2,7 @@
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check | make soak
 #   make experts | make bench-peers ARGS="--quick" | bench-decode | bench-memory | bench-faults | bench-idle
 #   make bench-online ARGS="--quick" | bench-grid | bench-adapters | bench-medusa | bench-routes
-#   make bench-router | bench-traffic | bench-conversation | bench-proof | test-cluster
+#   make bench-router | bench-traffic | bench-conversation | bench-proof | test-cluster | test-clients
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -13,6 +13,7 @@ SHELL := /bin/sh
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 STAMPS := $(VENV)/.stamps
+CLIENTS := .venv-clients
 PY := $(BIN)/python
 PIP := $(PY) -m pip install -qq --no-input --constraint constraints.txt
 TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
@@ -27,7 +28,8 @@ export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-peers bench-decode bench-memory bench-faults soak \
 	bench-online bench-grid bench-adapters bench-medusa bench-routes bench-router bench-traffic \
-	bench-idle bench-conversation bench-proof test test-full test-cluster test-gpu check format clean
+	bench-idle bench-conversation bench-proof test test-full test-clients test-cluster test-gpu check \
+	format clean
 
 help:
 	@sed -n '2,8s/^# *//p' Makefile
@@ -125,11 +127,24 @@ test: check
 	$(PY) -m pytest -m "not full" --durations=8 tests/serve
 	$(PY) -m pytest -m "not full" --durations=8 tests/distributed
 
-test-full: check
+test-full: check $(CLIENTS)/.made
 	$(PY) -m pytest tests/packaging
 	$(PY) -m pytest $(SHARED_OUT) tests/unit tests/property
 	$(PY) -m pytest -rs tests/serve
 	$(PY) -m pytest -rs tests/distributed
+	$(PY) -m pytest -rs tests/clients
+
+# Other people's clients against the default server (docs/clients.md), two minutes. Their environment
+# has 2.6 GB: what one of them pins must not decide what Paceline runs on.
+test-clients: setup $(CLIENTS)/.made
+	$(PY) -m pytest -v tests/clients $(ARGS)
+
+$(CLIENTS)/.made: $(STAMPS)/venv tests/clients/requirements.txt constraints.txt
+	@echo "paceline: making $(CLIENTS), the environment of tests/clients"
+	@$(PY) -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -qq --no-input "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(CLIENTS)/bin/python -m pip install -qq --no-input --requirement tests/clients/requirements.txt
+	@touch $@
 
 # Three hosts of this machine's own, `ray up` and the death of one: root, and Debian's iproute2,
 # openssh-server and rsync. Eight minutes on two cores that have nothing else to do.
@@ -142,4 +157,4 @@ test-gpu: setup
 	$(PY) -m pytest -v tests/gpu $(ARGS)
 
 clean:
-	rm -rf $(VENV) .cache build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .cache build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
