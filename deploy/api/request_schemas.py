@@ -356,6 +356,7 @@ class FunctionCall(RequestModel):
 
     name: str
     arguments: str | dict[str, Any] = "{}"
+    parsed_arguments: Any = None  # OpenAI's client sends back what it read of them
 
 
 class ToolCall(RequestModel):
@@ -381,6 +382,7 @@ class ChatMessage(RequestModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: None = None
+    parsed: Any = None  # OpenAI's client sends back what it read of the content
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
