@@ -75,7 +75,7 @@ def grammar_source(
             raise invalid_value("structured_outputs", reason)
     if len(found) > 1:
         raise invalid_value(found[1][0], f"{format_field} constrains the answer already")
-    if tools is not None and (tools.functions or (tools.tools and found)):
+    if tools is not None and (tools.functions or tools.strict or (tools.tools and found)):
         schemas = [schema for _, _, schema in found if not tools.functions]
         found = [("tools", "tools", tools.grammar_source(schemas))]
     for param, kind, source in found:

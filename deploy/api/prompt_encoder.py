@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,10 +149,11 @@ class PromptEncoder:
         if request.reasoning_effort is not None:
             options = {"reasoning_effort": request.reasoning_effort} | options
         generate, shown = request.add_generation_prompt, shown_tools(tools) or None
+        called = {c.id: c.function.name for m in messages for c in m.tool_calls or () if c.id}
         try:
             shows_calls = "tool_calls" in self._tokenizer.get_chat_template(tools=shown)
             text = self._tokenizer.apply_chat_template(
-                [_template_message(message, shows_calls) for message in messages],
+                [_template_message(message, called, shows_calls) for message in messages],
                 tools=shown,
                 add_generation_prompt=not request.continue_final_message and generate is not False,
                 continue_final_message=request.continue_final_message,
@@ -209,13 +210,23 @@ class PromptEncoder:
         }
 
 
-def _template_message(message: ChatMessage, shows_calls: bool) -> dict[str, Any]:
-    """A message as chat templates read it, with or without calls of tools."""
+def _template_message(
+    message: ChatMessage, called: Mapping[str, str], shows_calls: bool
+) -> dict[str, Any]:
+    """A message as chat templates read it.
+
+    Args:
+        message: of the conversation.
+        called: names of the functions by id of the call. Hermes' templates want that of a result.
+        shows_calls: whether the template shows calls of tools.
+    """
     given = message.model_dump(
         include={"name", "tool_call_id", "reasoning_content", "reasoning"}, exclude_none=True
     )
     role = _TEMPLATE_ROLES.get(message.role, message.role)
     given |= {"role": role, "content": message.text}
+    if message.role == "tool" and (name := called.get(message.tool_call_id or "")):
+        given = {"name": name} | given
     calls = [_template_call(call) for call in message.tool_calls or ()]
     if calls and shows_calls:
         given["tool_calls"] = calls

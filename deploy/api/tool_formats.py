@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +76,9 @@ def calls_grammar(
     functions: Sequence[tuple[str, dict[str, Any]]],
     *,
     several: bool,
-    tokens: Collection[str],
+    tokens: Mapping[str, int],
     text_schema: Any = None,
+    free_text: bool = False,
 ) -> str:
     """A Lark grammar of answers that call functions.
 
@@ -85,9 +86,11 @@ def calls_grammar(
         form: of the calls.
         functions: name and JSON schema of the arguments of each function that may be called.
         several: whether there may be more than one call.
-        tokens: the parts of the form that are tokens of the vocabulary: llguidance knows these
-            by name only, not by their characters.
+        tokens: ids of the parts of the form that are tokens of the vocabulary: llguidance knows
+            these by name only, not by their characters.
         text_schema: JSON schema of an answer that calls nothing; None if it has to call.
+        free_text: whether there may be any text beside calls, none included; the form's tag must be
+            a token.
     """
 
     def literals(parts: Sequence[str]) -> list[str]:
@@ -96,14 +99,19 @@ def calls_grammar(
     before, between, behind = form.written
     call = " ".join(("", *literals(before), "object", *literals(behind)))
     more = f" ({json.dumps(between)} call)*" if several else ""
+    start = "calls" if text_schema is None else "text | calls"
+    if free_text:
+        start = "text (call text)*" if several else "text call?"
     rules = [
         "%llguidance {}",
-        f"start: {'' if text_schema is None else 'text | '}calls",
+        f"start: {start}",
         f"calls: call{more}",
         f"call:{call}",
         "object: " + " | ".join(f"f{i}" for i in range(len(functions))),
     ]
-    if text_schema is not None:
+    if free_text:
+        rules += ["text: other*", f"other: <[^{tokens[form.tag]}]>"]
+    elif text_schema is not None:
         rules.append(f"text: {_json_rule(text_schema)}")
     for i, (name, schema) in enumerate(functions):
         head = f'{{"name": {json.dumps(name)}, "{form.arguments[0]}": '

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.deploy.api.request_schemas import (
@@ -32,13 +32,13 @@ class TemplateTools:
     Attributes:
         known: whether prompts show tools.
         format: of the model's calls, None if it is not read here.
-        tokens: the parts of the format that are tokens of the vocabulary.
+        tokens: ids of the parts of the format that are tokens of the vocabulary.
         special: whether some of them are special tokens, which texts leave out.
     """
 
     known: bool = False
     format: ToolFormat | None = None
-    tokens: tuple[str, ...] = ()
+    tokens: Mapping[str, int] = field(default_factory=dict)
     special: bool = False
 
 
@@ -56,9 +56,13 @@ def template_tools(tokenizer: PreTrainedTokenizerBase) -> TemplateTools:
     if found is None:
         return TemplateTools(known=True)
     before, _, behind = found.written
-    added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
-    tokens = tuple(part for part in (*before, *behind) if part in added)
-    special = any(added[token] for token in tokens)
+    parts = {
+        token_id: token
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.content in (*before, *behind)
+    }
+    tokens = {token.content: token_id for token_id, token in parts.items()}
+    special = any(token.special for token in parts.values())
     return TemplateTools(known=True, format=found, tokens=tokens, special=special)
 
 
@@ -97,27 +101,35 @@ class RequestTools:
         syntax: of the calls in the answers, None if they have none.
         functions: of which an answer has to call one; empty if it need not.
         template: of the model.
+        strict: whether calls that need not come follow the schemas of functions that are strict.
     """
 
     tools: tuple[Tool, ...] = ()
     syntax: ToolSyntax | None = None
     functions: tuple[FunctionDefinition, ...] = ()
-    template: TemplateTools = TemplateTools()
+    template: TemplateTools = field(default_factory=TemplateTools)
+    strict: bool = False
 
     def grammar_source(self, text_schemas: Sequence[Any]) -> dict[str, Any]:
         """The arguments of calls_grammar.
 
         Args:
-            text_schemas: JSON schema of answers that call nothing; none if they have to call.
+            text_schemas: JSON schema of answers that call nothing; none if they have to call, or
+                may have any text.
         """
         assert self.syntax is not None
         functions = self.functions or [tool.function for tool in self.tools]
+        free_text = not (self.functions or text_schemas)
         return {
             "form": self.syntax.format.name,
-            "functions": [[f.name, _argument_schema(f)] for f in functions],
+            "functions": [
+                [f.name, _argument_schema(f) if f.strict or not free_text else {"type": "object"}]
+                for f in functions
+            ],
             "several": self.syntax.several,
             "tokens": self.template.tokens,
             "text_schema": text_schemas[0] if text_schemas else None,
+            "free_text": free_text,
         }
 
 
@@ -147,7 +159,9 @@ def request_tools(options: ChatCompletionRequest, template: TemplateTools) -> Re
     elif choice != "required":
         functions = ()
     syntax = ToolSyntax(template.format, names, several)
-    return RequestTools(tools, syntax, functions, template)
+    # Where a tag of several tokens begins, text and calls cannot be told apart.
+    strict = template.format.tag in template.tokens and any(t.function.strict for t in tools)
+    return RequestTools(tools, syntax, functions, template, strict)
 
 
 def check_known(template: TemplateTools) -> None:

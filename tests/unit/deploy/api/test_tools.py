@@ -18,6 +18,7 @@ from openai.types.responses import Response
 from ray.exceptions import ActorUnavailableError
 from tiny_models import save_tiny, tiny_tokenizer
 from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
 
 from paceline.actors.engine.request import GenerationChunk, GenerationRequest
 from paceline.actors.engine.settings import TargetSettings
@@ -245,6 +246,44 @@ def test_with_auto_text_before_a_call_is_content(hermes: Server) -> None:
     message = put_together(streamed(stream))["message"]
     assert without_ids(message) == without_ids(choices(whole[2])[0]["message"])
     assert {request.grammar for request in script.requests} == {""}
+
+
+@pytest.fixture(scope="module", params=["added", "special"])
+def tagged(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    served = serve(tmp_path_factory.mktemp("models"), tool_templates.HERMES, request.param)
+    yield served
+    served.target._loop.close()
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_with_auto_calls_of_strict_functions_follow_their_schemas(
+    tagged: Server, several: bool
+) -> None:
+    """The tag's logit is raised: text may be anything, and a tag begins a call."""
+    tag = PreTrainedTokenizerFast.from_pretrained(tagged.folder).convert_tokens_to_ids(
+        "<tool_call>"
+    )
+    functions = [WEATHER | {"strict": True}, {"name": "time", "strict": True}]
+    body = {
+        "tools": [{"type": "function", "function": function} for function in functions],
+        "parallel_tool_calls": several,
+        "max_tokens": 400,
+    }
+    biased = body | {"logit_bias": {tag: 100}}
+    free, called, stream = tagged.post(body | {"max_tokens": 20}, biased, biased | {"stream": True})
+    assert "tool_calls" not in choices(free)[0]["message"]
+    (choice,) = choices(called)
+    if several:  # without an end: the last one is cut
+        assert choice["finish_reason"] == "length"
+        *whole, _ = choice["message"]["tool_calls"]
+        choice = choice | {"message": {"tool_calls": whole}}
+    else:
+        assert choice["finish_reason"] == "tool_calls"
+    assert len(check_calls(choice)) > 1 if several else len(check_calls(choice)) == 1
+    message = put_together(streamed(stream))["message"]
+    assert without_ids(message) == without_ids(choices(called)[0]["message"])
 
 
 def test_with_auto_a_bad_call_and_a_plain_text_are_content(hermes: Server) -> None:
