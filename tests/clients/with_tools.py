@@ -14,7 +14,7 @@ from typing import Any, Literal
 import litellm
 import openai
 from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_core.tools import tool
+from langchain_core.tools import StructuredTool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
@@ -61,12 +61,12 @@ def with_openai(base_url: str) -> dict[str, Any]:
 
 def with_langchain(base_url: str) -> dict[str, Any]:
     """A bound tool, whole and streamed, its result, and a structured output by a call."""
-
-    @tool(args_schema=Weather)
-    def weather(city: str, unit: str) -> str:
-        """Return the temperature of a city."""
-        return f"{RESULT} in {city} ({unit})"
-
+    weather = StructuredTool.from_function(
+        lambda city, unit: f"{RESULT} in {city} ({unit})",
+        name="weather",
+        description="Return the temperature of a city.",
+        args_schema=Weather,
+    )
     model = ChatOpenAI(
         base_url=base_url, api_key=lambda: "none", max_retries=0, timeout=120, max_tokens=60,
         **GREEDY,
@@ -79,9 +79,8 @@ def with_langchain(base_url: str) -> dict[str, Any]:
     assert isinstance(result, ToolMessage)
     question = HumanMessage(ASK[0]["content"])
     answer = model.bind_tools([weather], tool_choice="none").invoke([question, called, result])
-    structured = model.with_structured_output(
-        Weather, method="function_calling", strict=True
-    ).invoke(ASK)
+    by_call = model.with_structured_output(Weather, method="function_calling", strict=True)
+    structured = by_call.invoke(ASK)
     assert isinstance(structured, Weather)
     return {
         "called": called.tool_calls,
@@ -99,7 +98,8 @@ def with_litellm(base_url: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "model": "openai/paceline", "api_base": base_url, "api_key": "none", "messages": ASK,
         "tools": [openai.pydantic_function_tool(Weather, name="weather")],
-        "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "max_tokens": 60, "num_retries": 0,
+        "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0,
+        "max_tokens": 60, "num_retries": 0,
     }  # fmt: skip
     chunks = list(litellm.completion(**options, stream=True))
     return {

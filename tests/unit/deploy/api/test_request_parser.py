@@ -393,10 +393,11 @@ def test_null_is_the_default_inside_objects_too() -> None:
 
 def test_a_message_that_the_client_has_parsed_may_come_back() -> None:
     """OpenAI's client sends its own ``parsed`` and ``parsed_arguments`` along."""
-    function = CALL["function"] | {"parsed_arguments": {"x": 1}}
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {"x": 1}}
     parsed = CALLING | {"parsed": {"x": 1}, "tool_calls": [CALL | {"function": function}]}
-    (call,) = chat(messages=[USER, parsed]).messages[1].tool_calls or ()
-    assert (call.function.name, call.function.arguments) == ("f", "{}")
+    calls = chat(messages=[USER, parsed]).messages[1].tool_calls
+    assert calls is not None
+    assert (calls[0].function.name, calls[0].function.arguments) == ("f", "{}")
 
 
 def test_an_answer_s_message_may_come_back_as_the_client_dumped_it() -> None:
