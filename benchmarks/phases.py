@@ -12,6 +12,7 @@ from paceline.actors.engine import engine as engine_module
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.speculation.draft_runner import DraftRunner
+from paceline.actors.speculation.eagle import EagleRunner
 
 PREFILL, DRAFT, PROPOSE = "prefill", "draft forwards", "propose, rest"
 VERIFY, SAMPLE, EMIT, REST = "verify forward", "sample", "emit", "rest"
@@ -78,6 +79,8 @@ def watched(engine: Engine) -> Iterator[PhaseClock]:
         (DraftRunner, "propose", lambda _: PROPOSE),
         (ModelRunner, "prefill", lambda _: PREFILL),
         (ModelRunner, "forward", forward_of),
+        (EagleRunner, "step", lambda _: DRAFT),
+        (EagleRunner, "draft_greedy", lambda _: DRAFT),
         (engine_module, "rejection_sample", lambda _: SAMPLE),
         (engine_module, "non_finite_positions", lambda _: FINITE),
     ]

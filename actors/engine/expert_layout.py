@@ -23,6 +23,7 @@ class ExpertLayout:
         single: the expert if there is only one, else None.
         as_slice: the experts as a slice if they are consecutive, else None.
         rows_by_expert: the rows of each of ``experts``.
+        rows_per_expert: R.
         result_index: int64 ``[B]``, position of each row's result among the ``E' * R``; empty for
             a single expert.
     """
@@ -33,21 +34,21 @@ class ExpertLayout:
         first, last = self.experts[0], self.experts[-1]
         self.single = first if first == last else None
         self.as_slice = slice(first, last + 1) if last - first + 1 == len(self.experts) else None
-        self._rows_per_expert = len(expert_of_row)
+        self.rows_per_expert = len(expert_of_row)
         if self.single is not None:
-            self.rows_by_expert = [list(range(self._rows_per_expert))]
+            self.rows_by_expert = [list(range(self.rows_per_expert))]
             self.result_index = torch.empty(0, dtype=torch.int64, device=device)
             return
         self.rows_by_expert = [
             [i for i, own in enumerate(expert_of_row) if own == expert] for expert in self.experts
         ]
-        self._rows_per_expert = max(len(rows) for rows in self.rows_by_expert)
+        self.rows_per_expert = max(len(rows) for rows in self.rows_by_expert)
         gather: list[int] = []
         result = [0] * len(expert_of_row)
         for rows in self.rows_by_expert:
             for i, row in enumerate(rows):
                 result[row] = len(gather) + i
-            gather += rows + rows[:1] * (self._rows_per_expert - len(rows))
+            gather += rows + rows[:1] * (self.rows_per_expert - len(rows))
         self._gather_index = torch.tensor(gather, device=device)
         self.result_index = torch.tensor(result, device=device)
         self._experts = torch.tensor(self.experts, device=device)
@@ -60,7 +61,7 @@ class ExpertLayout:
 
     def resized(self, rows: int) -> ExpertLayout:
         """Return the layout of a single expert for another number of rows."""
-        if rows == self._rows_per_expert:
+        if rows == self.rows_per_expert:
             return self
         return ExpertLayout([self.experts[0]] * rows, self.device)
 
@@ -72,12 +73,12 @@ class ExpertLayout:
         """Arrange rows by expert, ``[B, T, ...]`` to ``[E', R*T, ...]``."""
         if self.single is None:
             x = x[self._gather_index]
-        return x.reshape(len(self.experts), self._rows_per_expert * x.shape[1], *x.shape[2:])
+        return x.reshape(len(self.experts), self.rows_per_expert * x.shape[1], *x.shape[2:])
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Undo :meth:`to_experts`, ``[E', R*T, ...]`` to ``[B, T, ...]``."""
-        steps = x.shape[1] // self._rows_per_expert
-        x = x.reshape(len(self.experts) * self._rows_per_expert, steps, *x.shape[2:])
+        steps = x.shape[1] // self.rows_per_expert
+        x = x.reshape(len(self.experts) * self.rows_per_expert, steps, *x.shape[2:])
         return x if self.single is not None else x[self.result_index]
 
     def last_tokens(self, x: Tensor, keep: int) -> Tensor:
@@ -85,11 +86,11 @@ class ExpertLayout:
 
         0 keeps all.
         """
-        steps = x.shape[1] // self._rows_per_expert
+        steps = x.shape[1] // self.rows_per_expert
         if keep in (0, steps):
             return x
-        tail = x.view(x.shape[0], self._rows_per_expert, steps, -1)[:, :, -keep:]
-        return tail.reshape(x.shape[0], self._rows_per_expert * keep, -1).contiguous()
+        tail = x.view(x.shape[0], self.rows_per_expert, steps, -1)[:, :, -keep:]
+        return tail.reshape(x.shape[0], self.rows_per_expert * keep, -1).contiguous()
 
     def embedding_ids(self, token_ids: Tensor, vocab: int) -> Tensor:
         """Return indices into the concatenated embeddings, ``[B, T]`` to ``[E', R*T]``."""

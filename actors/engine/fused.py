@@ -20,7 +20,13 @@ from paceline.actors.engine.attention import StepContext, attend
 from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error, stack
-from paceline.actors.engine.native.library import CachePlan, Kernels, LayerPlan, kernels_for
+from paceline.actors.engine.native.library import (
+    CachePlan,
+    ForwardPlan,
+    Kernels,
+    LayerPlan,
+    kernels_for,
+)
 from paceline.actors.engine.vocabulary import known_ids, resize_logits
 from paceline.actors.weights.codes import codes_of
 from paceline.actors.weights.target_ends import SharedEmbedding
@@ -179,24 +185,23 @@ class LayerStack:
             layout: experts of the rows.
         """
         if self.kernels is not None:
-            return x, self._run_native(self.kernels, x, step, layout)
+            return x, self.kernels.forward(x, self.plan(step, layout))
         delta: Tensor | None = None
         for layer in self.layers:
             x, delta = layer(x, delta, step, layout, self._rotary)
         assert delta is not None
         return x, delta
 
-    def _run_native(
-        self, kernels: Kernels, x: Tensor, step: StepContext, layout: ExpertLayout
-    ) -> Tensor:
+    def plan(self, step: StepContext, layout: ExpertLayout) -> ForwardPlan:
+        """What the kernels compute for these rows."""
         kv, first = step.kv, self.layers[0]
         if self._caches is None or self._caches[0] is not kv:
             index = [layer.index for layer in self.layers]
             keys, values = ([plane[i] for i in index] for plane in (kv.keys, kv.values))
             self._caches = kv, CachePlan(keys, values, [layer.window for layer in self.layers])
-        return kernels.forward(
-            x,
-            [self._plan(expert) for expert in layout.experts],
+        return ForwardPlan(
+            [self._layer_plan(expert) for expert in layout.experts],
+            layout.rows_per_expert,
             self._caches[1],
             (self._rotary.cos, self._rotary.sin),
             step.rows,
@@ -208,7 +213,7 @@ class LayerStack:
             first.scaling,
         )
 
-    def _plan(self, expert: int) -> LayerPlan:
+    def _layer_plan(self, expert: int) -> LayerPlan:
         if expert not in self._plans:
             self._plans[expert] = LayerPlan(
                 [tuple(linear.packed(expert) for linear in layer.linears) for layer in self.layers],

@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 
 from paceline.actors.engine.sequence import Sequence as RunningSequence
 from paceline.actors.speculation.costs import DraftPrefill
+from paceline.actors.speculation.early_end import NEVER, EarlyEnd
 from paceline.actors.speculation.goodput import DraftGroup, GoodputPolicy
 from paceline.actors.speculation.proposer import Proposer
 
@@ -62,6 +63,12 @@ class SpeculationController:
             wanted.append(sequence.draft_budget(0 if disabled(sequence.draft) else k))
         return wanted
 
+    def early_end(self, sequence: RunningSequence) -> EarlyEnd:
+        """When a row ends its drafts; never if the request has a number of its own."""
+        if self._policy is None or sequence.num_speculative_tokens is not None:
+            return NEVER
+        return self._policy.early_end(group_of(sequence))
+
     def max_forced_tokens(self, sequence: RunningSequence) -> int:
         """The most drafted tokens of a round, with those that a grammar forces."""
         k = sequence.num_speculative_tokens
@@ -81,9 +88,11 @@ class SpeculationController:
     def observe_round(
         self,
         batch: Sequence[RunningSequence],
+        limits: Sequence[int],
         drafted: list[int],
         accepted: list[int],
         forced: Sequence[int],
+        probs: Sequence[Sequence[float]],
         round_s: float,
         drafting_s: float,
         *,
@@ -93,9 +102,11 @@ class SpeculationController:
 
         Args:
             batch: B sequences.
+            limits: what was chosen for each row.
             drafted: tokens per row.
             accepted: tokens per row.
             forced: of the drafted tokens, those that a grammar forced: no draft's merit or cost.
+            probs: of the drafted tokens per row, by their drafts.
             round_s: seconds of the whole round.
             drafting_s: seconds of it that went to drafting.
             proposed: whether the proposer was called, and may have prefilled.
@@ -108,8 +119,12 @@ class SpeculationController:
         try:
             prefilled = self._proposer.prefilled if proposed else DraftPrefill()
             own = [tried - more for tried, more in zip(drafted, forced, strict=True)]
-            for sequence, tried, taken in zip(batch, own, accepted, strict=True):
-                self._policy.observe_acceptance(group_of(sequence), tried, min(taken, tried))
+            for i, sequence in enumerate(batch):
+                group, tried = group_of(sequence), own[i]
+                # A sampled token's probability says nothing of its acceptance.
+                sure = () if group.sampled else probs[i][:tried]
+                taken = min(accepted[i], tried)
+                self._policy.observe_acceptance(group, limits[i], tried, taken, sure)
             active = [s.draft for s, tried in zip(batch, own, strict=True) if tried]
             timed_steps = 0 if self._proposer.timed_out else max(own)
             sizes = (len(active), len(set(active)), timed_steps)

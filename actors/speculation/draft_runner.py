@@ -57,6 +57,8 @@ class DraftRunner:
         self._round_start = 0.0
         self._drafting_s = 0.0
         self._proposed = False
+        self._limits: list[int] = []
+        self._probs = torch.empty(0)
         self._failures = 0
         self._skip_rounds = 0  # before a proposer that failed is called again
         self._backoff = Backoff(1, _MAX_BACKOFF)  # in rounds
@@ -90,7 +92,7 @@ class DraftRunner:
         """
         self._round_start = self._clock()
         self.updates.failed_candidates.assign_reports(batch)
-        num_draft_tokens = self._controller.choose_num_draft_tokens(
+        self._limits = num_draft_tokens = self._controller.choose_num_draft_tokens(
             batch, prefilling, self._disabled_drafts()
         )
         grammars = {i: s.grammar for i, s in enumerate(batch) if s.grammar is not None}
@@ -109,6 +111,7 @@ class DraftRunner:
                 self._controller.observe_version(batch[i].draft, version)
         if grammars:
             proposal = self._constrain(proposal, grammars, most)
+        self._probs = proposal.token_probs
         self._drafting_s = self._clock() - self._round_start
         return proposal
 
@@ -150,7 +153,15 @@ class DraftRunner:
         self.updates.failed_candidates.confirm_reports()
         round_s, tokens = self._clock() - self._round_start, len(batch) + sum(accepted)
         plain_s = self._controller.observe_round(
-            batch, drafted, accepted, forced, round_s, self._drafting_s, proposed=self._proposed
+            batch,
+            self._limits,
+            drafted,
+            accepted,
+            forced,
+            self._probs.tolist(),
+            round_s,
+            self._drafting_s,
+            proposed=self._proposed,
         )
         if any(s.request.background for s in batch):  # then all are, and their speed does not count
             return
@@ -198,6 +209,7 @@ class DraftRunner:
             num_draft_tokens=k,
             sampling=sequence.request.sampling,
             target_row=target_row,
+            early_end=self._controller.early_end(sequence),
             grammar=sequence.grammar,
         )
 

@@ -15,8 +15,9 @@ from paceline.actors.engine.fused import Layer, LayerStack, Norm, Rotary
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error
 from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.engine.native.library import EaglePlan
 from paceline.actors.engine.transfer import device_tensor
-from paceline.actors.speculation.experts import ExpertStack
+from paceline.actors.speculation.experts import ExpertStack, early_ends
 from paceline.actors.speculation.proposer import DraftRow
 from paceline.actors.weights.codes import codes_of
 from paceline.actors.weights.eagle import VOCABULARY, EagleDraft
@@ -89,6 +90,7 @@ class EagleDecoder:
         for key, draft in zip(keys, self._drafts, strict=True):
             heads[key] = heads.get(key) or self._heads.get(key) or self._head(draft)
         self._heads, self._head_of = heads, keys
+        self._plans: dict[int, EaglePlan] = {}
 
     def _head(self, draft: EagleDraft) -> _Head:
         ids = draft.get_buffer(VOCABULARY).long()
@@ -134,6 +136,35 @@ class EagleDecoder:
         last = layout.to_rows(self._norm.of_sum(x, delta, layout, self._stack.kernels))
         return self._logits(last, layout.expert_of_row), last
 
+    def rollout(
+        self,
+        token_ids: Tensor,
+        step: StepContext,
+        layout: ExpertLayout,
+        before: Tensor,
+        limits: Tensor,
+        ends: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Draft the most probable tokens in one call of the kernels; None without them.
+
+        See :meth:`with_hidden` and Kernels.rollout.
+        """
+        kernels = self._stack.kernels
+        if kernels is None:
+            return None
+        plans = [self._plan(expert) for expert in layout.experts]
+        trunk = self._stack.plan(step, layout)
+        embedding = self._ends.embedding
+        return kernels.rollout(trunk, plans, embedding, token_ids, before, limits, ends)
+
+    def _plan(self, expert: int) -> EaglePlan:
+        if expert not in self._plans:
+            head = self._heads[self._head_of[expert]]
+            fuse, norm = self._fuse.packed(expert), self._norm
+            parts = norm.weight[expert], norm.eps, head.linear.packed(0), head.vocabulary
+            self._plans[expert] = EaglePlan(fuse, *parts)
+        return self._plans[expert]
+
     def _logits(self, hidden: Tensor, experts: Sequence[int]) -> Tensor:
         keys = [self._head_of[expert] for expert in experts]
         rows = len(keys)
@@ -166,6 +197,22 @@ class EagleRunner(ModelRunner):
     def _make_decoder(self, graph_tokens: int) -> EagleDecoder:
         del graph_tokens
         return EagleDecoder(self.models, self.max_model_len)
+
+    @torch.inference_mode()
+    def draft_greedy(
+        self,
+        rows: Sequence[int],
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        span: int,
+        layout: ExpertLayout,
+        limits: Tensor,
+        ends: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Draft from T tokens of B rows; see ModelRunner.forward and EagleDecoder.rollout."""
+        context = self._step(rows, positions, span)
+        return self.decoder.rollout(token_ids, context, layout, hidden, limits, ends)
 
     @torch.inference_mode()
     def step(
@@ -225,27 +272,53 @@ class EagleStack(ExpertStack):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute ``width`` tokens of each row with the target's hidden states.
 
-        Positions before the first repeat that one: the same write, done again.
-
         Returns:
             logits and hidden state of the last token, see EagleDecoder, and the positions.
+        """
+        tokens, positions, hidden = self._inputs(rows, starts, width)
+        kv_rows = [self._table.row(row.request_id) for row in rows]
+        span, layout = max(starts) + width, self._batch_layout(rows)
+        logits, last = self._eagles.step(kv_rows, tokens, hidden, positions, span, layout)
+        return logits, last, positions
+
+    def _inputs(
+        self, rows: Sequence[DraftRow], starts: Sequence[int], width: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and positions int64 ``[B, T]``, and hidden states ``[B, T, H]`` before them.
+
+        Positions before the first repeat that one: the same write, done again.
         """
         places = [[max(start + i, 0) for i in range(width)] for start in starts]
         tokens = [[row.tokens[at] for at in own] for row, own in zip(rows, places, strict=True)]
         given = device_tensor([tokens, places], self._eagles.device)
-        hidden = self._read_hidden(rows, given[1] - 1)
-        kv_rows = [self._table.row(row.request_id) for row in rows]
-        span = max(starts) + width
-        layout = self._batch_layout(rows)
-        logits, own_hidden = self._eagles.step(kv_rows, given[0], hidden, given[1], span, layout)
-        return logits, own_hidden, given[1]
+        return given[0], given[1], self._read_hidden(rows, given[1] - 1)
+
+    def _uncomputed(self, rows: Sequence[DraftRow]) -> int:
+        """The most tokens that a row has which its draft has not computed, at least 1."""
+        states = [self._sequences[row.request_id] for row in rows]
+        return max(1, *(len(r.tokens) - s.num_computed for r, s in zip(rows, states, strict=True)))
+
+    def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor, Tensor]:
+        width, most = self._uncomputed(rows), max(row.num_draft_tokens for row in rows)
+        starts = [len(row.tokens) - width for row in rows]
+        tokens, positions, hidden = self._inputs(rows, starts, width)
+        drafted = self._eagles.draft_greedy(
+            [self._table.row(row.request_id) for row in rows],
+            tokens,
+            hidden,
+            positions,
+            max(len(row.tokens) for row in rows) + most - 1,
+            self._batch_layout(rows),
+            torch.tensor([row.num_draft_tokens for row in rows]),
+            early_ends(rows, self._eagles.device),
+        )
+        return super()._draft_greedy(rows) if drafted is None else drafted
 
     def _step_forward(
         self, rows: Sequence[DraftRow], steps: int
     ) -> Callable[[Tensor | None], Tensor]:
         del steps
-        lags = [len(r.tokens) - self._sequences[r.request_id].num_computed for r in rows]
-        width = max(1, *lags)
+        width = self._uncomputed(rows)
         kv_rows = [self._table.row(row.request_id) for row in rows]
         layout, span = self._batch_layout(rows), max(len(row.tokens) for row in rows)
         hidden = position = torch.empty(0)

@@ -17,6 +17,7 @@ from paceline.actors.engine.top_tokens import most_probable_into
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.costs import DraftPrefill, batch_prefills
 from paceline.actors.speculation.draft_sampling import draw_drafts, takes_likeliest
+from paceline.actors.speculation.early_end import kept_lengths
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal, drop_non_finite
 from paceline.actors.weights.slots import candidate_of, expert_of, is_candidate
@@ -293,8 +294,7 @@ class ExpertStack:
     ) -> Proposal:
         batch = self._params.get([row.sampling for row in rows])
         if takes_likeliest(batch, rows):
-            chosen, probs = self._draft_greedy(rows)
-            counts = device_tensor([row.num_draft_tokens for row in rows], self.runner.device)
+            chosen, probs, counts = self._draft_greedy(rows)
             proposal = Proposal(chosen, counts, probs, chosen[..., None], probs[..., None])
         else:
             steps = max(row.num_draft_tokens for row in rows)
@@ -314,20 +314,28 @@ class ExpertStack:
             self.faulty = frozenset(row.draft for row in bad)
         return proposal
 
-    def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor]:
-        """Tokens int64 and their probabilities float32, ``[B, k]`` each."""
-        steps = max(row.num_draft_tokens for row in rows)
+    def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens int64 and probabilities float32 ``[B, k]``, and int64 ``[B]`` how many each has.
+
+        Rows may end early, but for those of a recorded graph.
+        """
+        steps, device = max(row.num_draft_tokens for row in rows), self.runner.device
+        limits = device_tensor([row.num_draft_tokens for row in rows], device)
         replayed = self._replay(rows, steps)
         if replayed is not None:
-            return replayed
+            return *replayed, limits
         shape = (steps, len(rows), 1)
-        ids = torch.empty(shape, dtype=torch.int64, device=self.runner.device)
-        probs = torch.empty(shape, device=self.runner.device)
-        forward, tokens = self._step_forward(rows, steps), None
+        ids = torch.empty(shape, dtype=torch.int64, device=device)
+        probs = torch.empty(shape, device=device)
+        rule = early_ends(rows, device)
+        forward, tokens, drafted = self._step_forward(rows, steps), None, 0
         for step_ids, step_probs in zip(ids, probs, strict=True):
             most_probable_into(forward(tokens), step_ids, step_probs)
-            tokens = step_ids
-        return ids.squeeze(-1).T, probs.squeeze(-1).T
+            tokens, drafted = step_ids, drafted + 1
+            if drafted < steps and (kept_lengths(probs[:drafted, :, 0].T, *rule) < drafted).all():
+                break
+        ids, probs = ids[:drafted].squeeze(-1).T, probs[:drafted].squeeze(-1).T
+        return ids, probs, torch.minimum(limits, kept_lengths(probs, *rule))
 
     def _replay(self, rows: Sequence[DraftRow], steps: int) -> tuple[Tensor, Tensor] | None:
         """As :meth:`_draft_greedy`, by a recorded graph; None if the runner has none."""
@@ -363,6 +371,12 @@ class ExpertStack:
             return self.runner.forward(kv_rows, tokens, positions, span, keep=1, layout=layout)
 
         return forward
+
+
+def early_ends(rows: Sequence[DraftRow], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows' rules: float32 ``[B]`` and ``[B, CONFIDENCE_BINS]``, see kept_lengths."""
+    least, acceptance = zip(*(row.early_end for row in rows), strict=True)
+    return device_tensor(list(least), device), device_tensor(list(acceptance), device)
 
 
 def _last_two(row: DraftRow) -> list[int]:

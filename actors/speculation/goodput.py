@@ -5,7 +5,9 @@ several experts that share one target forward):
 
     sum over rows r of group g of [1 + sum_{i<=k_g} prod_{j<=i} a_{g,j}]  /  T(k_1 ... k_G)
 
-T includes the prefill of the drafts, spread over the answers. A group is a draft with greedy or
+A row may end its drafts before k, where its draft is unsure (EarlyEnd); a_{g,j}
+counts that as not accepted, and T is the mean over the lengths that rows of g draft. T includes the
+prefill of the drafts, spread over the answers. A group is a draft with greedy or
 with sampled requests, with or without a grammar: their acceptance differs.
 
 All rows that draft run the same number of draft steps and are verified in one padded forward, so
@@ -14,11 +16,13 @@ all drafting groups share one k; the choice is k and the groups that draft.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.actors.speculation.costs import DraftCosts, DraftPrefill, PrefillCosts, StepCosts
+from paceline.actors.speculation.early_end import CONFIDENCE_BINS, EarlyEnd, confidence_bin
 
 _PRIOR_TRIALS = 4.0
 _PRIOR_ACCEPTANCE = 0.6
@@ -38,6 +42,7 @@ _PROBE_ROUNDS = 4
 _PROBE_TOKENS = 2
 _PROBE_PATIENCE = 64  # rounds
 _MAX_PROBE_BUDGET_S = 0.5
+_MAX_MIN_REACH = 0.5
 _NO_PREFILL = DraftPrefill()
 
 
@@ -64,34 +69,63 @@ class DraftGroup(NamedTuple):
 
 @dataclass(slots=True)
 class AcceptanceEstimate:
-    """Decayed conditional acceptance of one group, per draft position."""
+    """Decayed conditional acceptance of one group per draft position, and how far it drafts.
+
+    Attributes:
+        positions: most tokens of a row.
+        hits: accepted tokens by position.
+        trials: rows that accepted all before that position, and could draft it.
+        drawn: rows that drafted that position.
+        offers: rows that could.
+        confident: trials and hits by tenths of the draft's own probability of the token.
+    """
 
     positions: int
     hits: list[float] = field(default_factory=list)
     trials: list[float] = field(default_factory=list)
+    drawn: list[float] = field(default_factory=list)
+    offers: list[float] = field(default_factory=list)
+    confident: list[list[float]] = field(default_factory=list)
     _expected: list[float] | None = None
+    _lengths: list[float] | None = None
 
     def __post_init__(self) -> None:
-        self.hits, self.trials = [0.0] * self.positions, [0.0] * self.positions
+        self.hits, self.trials, self.drawn, self.offers = ([0.0] * self.positions for _ in range(4))
+        self.confident = [[0.0, 0.0] for _ in range(CONFIDENCE_BINS)]
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Take one row's round: positions up to the first rejection were tried."""
-        self._expected = None
+    def observe(self, limit: int, drafted: int, accepted: int, probs: Sequence[float] = ()) -> None:
+        """Take one row's round.
+
+        Args:
+            limit: most tokens that the row could draft.
+            drafted: tokens that it drafted.
+            accepted: of these.
+            probs: of the drafted tokens, by the draft; empty if they say nothing of acceptance.
+        """
+        self._expected = self._lengths = None
         keep = 1.0 - 1.0 / _WINDOW
-        for position in range(min(drafted, accepted + 1, self.positions)):
-            self.hits[position] = keep * self.hits[position] + (position < accepted)
-            self.trials[position] = keep * self.trials[position] + 1.0
+        for position in range(min(limit, self.positions)):
+            self.offers[position] = keep * self.offers[position] + 1.0
+            self.drawn[position] = keep * self.drawn[position] + (position < drafted)
+            if position <= accepted:
+                self.hits[position] = keep * self.hits[position] + (position < accepted)
+                self.trials[position] = keep * self.trials[position] + 1.0
+        for position, prob in enumerate(probs[: accepted + 1]):
+            own = self.confident[confidence_bin(prob)]
+            own[:] = keep * own[0] + 1.0, keep * own[1] + (position < accepted)
 
     def discount(self) -> None:
         """Keep the counts as a weak prior, as for new weights."""
-        self._expected = None
-        self.hits = [_PRIOR_WEIGHT * h for h in self.hits]
-        self.trials = [_PRIOR_WEIGHT * t for t in self.trials]
+        self._expected = self._lengths = None
+        for counts in (self.hits, self.trials, self.drawn, self.offers, *self.confident):
+            counts[:] = [_PRIOR_WEIGHT * count for count in counts]
 
     def discounted_copy(self) -> AcceptanceEstimate:
         """A weak prior for the counterpart of this group."""
         other = AcceptanceEstimate(self.positions)
         other.hits, other.trials = list(self.hits), list(self.trials)
+        other.drawn, other.offers = list(self.drawn), list(self.offers)
+        other.confident = [list(own) for own in self.confident]
         other.discount()
         return other
 
@@ -109,6 +143,26 @@ class AcceptanceEstimate:
             expected.append(expected[-1] + reach)
         self._expected = expected
         return expected
+
+    def acceptance_by_confidence(self) -> tuple[float, ...]:
+        """Acceptance of a token by tenths of the draft's probability, which is its prior."""
+        return tuple(
+            (hits + _PRIOR_TRIALS * (i + 0.5) / CONFIDENCE_BINS) / (trials + _PRIOR_TRIALS)
+            for i, (trials, hits) in enumerate(self.confident)
+        )
+
+    def drafts_at_least(self) -> list[float]:
+        """Probability that a row which may draft 0, 1, ... tokens does.
+
+        The prior of a position is the estimate of the position before it.
+        """
+        if self._lengths is None:
+            lengths = [1.0]
+            for drawn, offers in zip(self.drawn, self.offers, strict=True):
+                prior = _PRIOR_TRIALS * lengths[-1]
+                lengths.append(min(lengths[-1], (drawn + prior) / (offers + _PRIOR_TRIALS)))
+            self._lengths = lengths
+        return self._lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +222,7 @@ class GoodputPolicy:
         self._chosen_for: tuple[tuple[DraftGroup, int], ...] = ()
         self._rounds = 0
         self.predicted_goodput: float | None = None
+        self._min_reach = 0.0
 
     def choose(
         self,
@@ -194,6 +249,7 @@ class GoodputPolicy:
             self._choice = self._best(rows, others)
             self._chosen_for = key
             self.predicted_goodput = self._goodput(self._choice, rows, others)
+            self._min_reach = self._least_reach(rows, others)
         # Without a decoding row a group cannot be probed now, and must not be charged for it.
         here = [group for group, count in rows.items() if count > (prefilling or {}).get(group, 0)]
         below_max = [group for group in here if self._choice.tokens(group) < self._max_tokens]
@@ -252,10 +308,17 @@ class GoodputPolicy:
         target, pace = self._target, self._target.pace
         return [target.seconds(1, k + 1) + pace * own for k, own in enumerate(drafts)]
 
-    def observe_acceptance(self, group: DraftGroup, drafted: int, accepted: int) -> None:
-        """Take the result of one row's drafts."""
+    def observe_acceptance(
+        self,
+        group: DraftGroup,
+        limit: int,
+        drafted: int,
+        accepted: int,
+        probs: Sequence[float] = (),
+    ) -> None:
+        """Take the result of one row's drafts, see AcceptanceEstimate.observe."""
         if drafted:
-            self._estimate(group).observe(drafted, accepted)
+            self._estimate(group).observe(limit, drafted, accepted, probs)
             self._drafted.add(group)
 
     def observe_round(
@@ -307,6 +370,10 @@ class GoodputPolicy:
             self._probes[group] = _Probe()
         self._chosen_for = ()
 
+    def early_end(self, group: DraftGroup) -> EarlyEnd:
+        """When rows of a group end their drafts, by the present choice."""
+        return EarlyEnd(self._min_reach, self._estimate(group).acceptance_by_confidence())
+
     def _probe(self, group: DraftGroup) -> _Probe:
         return self._probes.setdefault(group, _Probe())
 
@@ -325,16 +392,41 @@ class GoodputPolicy:
         batch = others + sum(rows.values())
         gains = {g: n * self._estimate(g).expected_accepted()[k] for g, n in drafting.items()}
         gained = sum(gains.values())
-        seconds = self._target.seconds(batch, k + 1)
-        if k and drafting:
-            own = sum(drafting.values())
-            draft_s = self._draft.seconds(own, len({group.draft for group in drafting}), k)
-            # As long as this goes on, later requests have to be prefilled too.
-            usual_s = self._draft.prefill_costs.seconds_per_output_token
-            for group, n in drafting.items():
-                draft_s += max(self._prefill_s.get(group, 0.0), usual_s) * (n + gains[group])
-            seconds += self._target.pace * draft_s
+        if not (k and drafting):
+            return batch / self._target.seconds(batch, 1)
+        seconds = self._drafting_round_s(k, drafting, batch)
+        # As long as this goes on, later requests have to be prefilled too.
+        usual_s = self._draft.prefill_costs.seconds_per_output_token
+        for group, n in drafting.items():
+            prefill_s = max(self._prefill_s.get(group, 0.0), usual_s) * (n + gains[group])
+            seconds += self._target.pace * prefill_s
         return (batch + gained) / seconds
+
+    def _drafting_round_s(self, k: int, drafting: Mapping[DraftGroup, int], batch: int) -> float:
+        """Expected seconds of a round: it is as long as the longest draft of its rows."""
+        own, experts = sum(drafting.values()), len({group.draft for group in drafting})
+        lengths = [(self._estimate(group).drafts_at_least(), n) for group, n in drafting.items()]
+        shorter = seconds = 0.0
+        for tokens in range(1, k + 1):
+            # That no row drafts more.
+            within = (
+                1.0 if tokens == k else math.prod((1.0 - p[tokens + 1]) ** n for p, n in lengths)
+            )
+            if within > shorter:
+                draft_s = self._target.pace * self._draft.seconds(own, experts, tokens)
+                seconds += (within - shorter) * (self._target.seconds(batch, tokens + 1) + draft_s)
+                shorter = within
+        return seconds
+
+    def _least_reach(self, rows: Mapping[DraftGroup, int], others: int) -> float:
+        """The probability of acceptance at which a row's further token pays for its time."""
+        most, batch = max(self._choice.k, 2), others + sum(rows.values())
+        own = sum(n for group, n in rows.items() if self._choice.tokens(group)) or max(batch, 1)
+        further_s = self._target.seconds(batch, most + 1) - self._target.seconds(batch, 2)
+        drafts = self._draft.seconds(own, 1, most) - self._draft.seconds(own, 1, 1)
+        token_s = (further_s + self._target.pace * drafts) / (most - 1) / own
+        assert self.predicted_goodput is not None
+        return min(max(token_s * self.predicted_goodput, 0.0), _MAX_MIN_REACH)
 
     def _candidates(self, rows: Mapping[DraftGroup, int]) -> Iterable[DraftChoice]:
         """For each k the n groups that gain most, in total and per row, for every n."""

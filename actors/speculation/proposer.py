@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.actors.engine.grammar import GrammarState
 from paceline.actors.engine.request import SamplingParams
 from paceline.actors.speculation.costs import DraftPrefill
+from paceline.actors.speculation.early_end import NEVER, EarlyEnd
 from paceline.actors.speculation.rejection_sampler import Proposal
 
 INITIAL_SUFFIX = "@0"
@@ -25,9 +26,10 @@ class DraftRow:
         draft: the expert, or an expert's initial weights (``sql@0``).
         tokens: all tokens so far, prompt and output; the proposer never changes them.
         num_output: how many of them are output.
-        num_draft_tokens: how many to propose, at least 1.
+        num_draft_tokens: most tokens to propose, at least 1.
         sampling: the request's sampling parameters.
         target_row: row of the sequence in the target's KV cache.
+        early_end: when a greedy row ends its drafts; a proposer may ignore it.
         grammar: of a constrained answer. A proposer may ignore it: verification does not.
     """
 
@@ -38,6 +40,7 @@ class DraftRow:
     num_draft_tokens: int
     sampling: SamplingParams
     target_row: int = 0
+    early_end: EarlyEnd = NEVER
     grammar: GrammarState | None = None
 
 

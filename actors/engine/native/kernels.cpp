@@ -4,8 +4,7 @@
 // bits do not depend on the batch. Rounding follows transformers' modules: what they round to the
 // model's dtype is rounded here, sums are float32. Plain C entry points.
 
-#include "forward.h"
-#include "tokens.h"
+#include "rollout.h"
 
 extern "C" int64_t packed_codes_size(int64_t in, int64_t out, int64_t bits) {
   return coded_size(in, out, bits);
@@ -32,6 +31,7 @@ extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
     multiply<T>(&product, 1, threads);                                                         \
   }                                                                                            \
   extern "C" void forward_##NAME(const Forward* f) { LayerRun<T>(*f).run(); }                  \
+  extern "C" void rollout_##NAME(const Rollout* r) { RolloutRun<T>(*r).run(); }                \
   extern "C" void attend_##NAME(const Attention* a, const void* qkv, const void* cos,          \
                                 const void* sin, void* keys, void* values, void* out) {        \
     attend(*a, 1, static_cast<const T*>(qkv), static_cast<const T*>(cos),                      \

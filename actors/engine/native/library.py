@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _HEADERS = (
     *("numbers.h", "threads.h", "products.h", "codes.h", "layers.h", "attention.h"),
-    *("forward.h", "tokens.h"),
+    *("forward.h", "tokens.h", "rollout.h"),
 )
 _FLAGS = (
     "-std=c++17",
@@ -86,6 +87,26 @@ class _Forward(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("intermediate", "threads")),
         *((name, ctypes.c_void_p) for name in ("weights", "caches", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("x", "memory", "out")),
+    )
+
+
+class _Draft(ctypes.Structure):
+    _fields_ = (
+        ("fuse", _Weight),
+        ("norm", ctypes.c_void_p),
+        ("head", _Weight),
+        ("vocabulary", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _Rollout(ctypes.Structure):
+    _fields_ = (
+        ("forward", _Forward),
+        *((name, ctypes.c_void_p) for name in ("drafts", "embedding", "token_ids", "before")),
+        *((name, ctypes.c_int64) for name in ("most", "capacity", "bins")),
+        *((name, ctypes.c_void_p) for name in ("limits", "least", "acceptance")),
+        *((name, ctypes.c_void_p) for name in ("ids", "counts", "probs")),
     )
 
 
@@ -170,6 +191,83 @@ class CachePlan:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """Decoder layers of E experts and the tokens that they compute: T of R rows of every expert.
+
+    Attributes:
+        layers: of the E experts.
+        expert_rows: R; some may be padding.
+        caches: of the layers.
+        rotary: cosine and signed sine, ``[capacity, dim]`` each.
+        rows: int64 ``[B]``.
+        positions: int64 ``[B, T]``.
+        slots: int64 ``[B]``, index of each row among the ``E * R``; None if they are in order.
+            Tokens of padding attend to nothing.
+        tables: int32 ``[rows, columns]``, block tables.
+        span: positions that are read, in whole blocks.
+        heads: query heads and key/value heads.
+        scale: of the scores.
+    """
+
+    layers: Sequence[LayerPlan]
+    expert_rows: int
+    caches: CachePlan
+    rotary: tuple[Tensor, Tensor]
+    rows: Tensor
+    positions: Tensor
+    slots: Tensor | None
+    tables: Tensor
+    span: int
+    heads: tuple[int, int]
+    scale: float
+
+    def call(self, hidden: int) -> tuple[_Forward, Any]:
+        """The kernels' argument for tokens of H numbers, and what must live as long as it."""
+        rows, positions = self.rows.contiguous(), self.positions.contiguous()
+        _, block_size, kv_heads, dim = self.caches.shape
+        assert self.span % block_size == 0
+        attention = Attention(
+            *(*positions.shape, self.heads[0], kv_heads, dim, block_size),
+            *(self.tables.shape[1], self.span, 0, rows.data_ptr(), positions.data_ptr()),
+            *(None if self.slots is None else self.slots.data_ptr(), self.tables.data_ptr()),
+            self.scale,
+        )
+        experts, tokens = len(self.layers), self.expert_rows * positions.shape[1]
+        weights = _pointers(self.layers)
+        intermediate = getattr(self.layers[0].struct[0].down, "in")
+        call = _Forward(
+            attention,
+            *(experts, tokens, self.layers[0].size, hidden, intermediate, torch.get_num_threads()),
+            *(ctypes.addressof(weights), ctypes.addressof(self.caches.struct)),
+            *(self.rotary[0].data_ptr(), self.rotary[1].data_ptr(), None, None, None),
+        )
+        return call, (rows, positions, weights)
+
+
+class EaglePlan:
+    """What an EAGLE draft has beside its trunk, as :meth:`Kernels.rollout` reads it."""
+
+    def __init__(
+        self, fuse: PackedWeight, norm: Tensor, eps: float, head: PackedWeight, vocabulary: Tensor
+    ) -> None:
+        """Point at the weights.
+
+        Args:
+            fuse: ``[H, 2H]``.
+            norm: ``[H]``, the final norm.
+            eps: of the norm.
+            head: ``[D, H]``.
+            vocabulary: int64 ``[D]``, token ids of the head's rows.
+        """
+        self._held = fuse, norm, head, vocabulary
+        self.struct = _Draft(fuse.struct, norm.data_ptr(), head.struct, vocabulary.data_ptr(), eps)
+
+
+def _pointers(plans: Sequence[LayerPlan] | Sequence[EaglePlan]) -> Any:
+    return (ctypes.c_void_p * len(plans))(*(ctypes.addressof(own.struct) for own in plans))
+
+
 class Kernels:
     """Kernels for one dtype.
 
@@ -183,6 +281,8 @@ class Kernels:
         self._add_norm.argtypes = [pointer, pointer, pointer, ctypes.c_float, size, size, pointer]
         self._forward = library[f"forward_{NAMES[dtype]}"]
         self._forward.argtypes = [ctypes.POINTER(_Forward)]
+        self._rollout = library[f"rollout_{NAMES[dtype]}"]
+        self._rollout.argtypes = [ctypes.POINTER(_Rollout)]
         self._top_one = library[f"top_one_{NAMES[dtype]}"]
         self._top_one.argtypes = [pointer, size, size, pointer, pointer]
         self._top_k = library[f"top_k_{NAMES[dtype]}"]
@@ -196,7 +296,7 @@ class Kernels:
         self._pack.argtypes = [pointer, size, size, pointer]
         self._multiply = library[f"multiply_{NAMES[dtype]}"]
         self._multiply.argtypes = [pointer, ctypes.POINTER(_Weight), size, size, pointer]
-        layers = (self._add_norm, self._forward, self._pack, self._multiply)
+        layers = (self._add_norm, self._forward, self._rollout, self._pack, self._multiply)
         for function in (*layers, self._top_one, self._top_k, self._accept):
             function.restype = None
         self._reads_codes = dtype is torch.bfloat16
@@ -281,65 +381,73 @@ class Kernels:
         )
         return out
 
-    def forward(
-        self,
-        x: Tensor,
-        layers: Sequence[LayerPlan],
-        caches: CachePlan,
-        rotary: tuple[Tensor, Tensor],
-        rows: Tensor,
-        positions: Tensor,
-        slots: Tensor | None,
-        tables: Tensor,
-        span: int,
-        heads: tuple[int, int],
-        scale: float,
-    ) -> Tensor:
+    def forward(self, x: Tensor, plan: ForwardPlan) -> Tensor:
         """Run decoder layers; the new tokens' keys and values are stored.
 
         Args:
-            x: residual stream ``[E, N, H]``, N tokens of every expert; modified in place.
-            layers: of the E experts.
-            caches: of the layers.
-            rotary: cosine and signed sine, ``[capacity, dim]`` each.
-            rows: int64 ``[B]``.
-            positions: int64 ``[B, T]``.
-            slots: int64 ``[B]``, index of each row's T tokens among the ``E * N / T``; None if they
-                are in order. Tokens of no row attend to nothing.
-            tables: int32 ``[rows, columns]``, block tables.
-            span: positions that are read, in whole blocks.
-            heads: query heads and key/value heads.
-            scale: of the scores.
+            x: residual stream ``[E, R * T, H]``; modified in place.
+            plan: layers and tokens.
 
         Returns:
-            ``[E, N, H]``, the last MLP's output, not yet added to ``x``.
+            ``[E, R * T, H]``, the last MLP's output, not yet added to ``x``.
         """
         assert x.is_contiguous()
-        rows, positions = rows.contiguous(), positions.contiguous()
-        _, block_size, kv_heads, dim = caches.shape
-        assert span % block_size == 0
-        batch, steps = positions.shape
-        experts, tokens, hidden = x.shape
-        attention = Attention(
-            *(batch, steps, heads[0], kv_heads, dim, block_size, tables.shape[1], span, 0),
-            *(rows.data_ptr(), positions.data_ptr()),
-            *(None if slots is None else slots.data_ptr(), tables.data_ptr()),
-            scale,
-        )
-        weights = (ctypes.c_void_p * experts)(*(ctypes.addressof(own.struct) for own in layers))
-        intermediate = getattr(layers[0].struct[0].down, "in")
+        call, held = plan.call(x.shape[2])
         out = torch.empty_like(x)
-        call = _Forward(
-            attention,
-            *(experts, tokens, layers[0].size, hidden, intermediate, torch.get_num_threads()),
-            *(ctypes.addressof(weights), ctypes.addressof(caches.struct)),
-            *(rotary[0].data_ptr(), rotary[1].data_ptr(), x.data_ptr(), None, out.data_ptr()),
-        )
         size = self._work_size(call)
-        memory = x.new_empty(size) if slots is None else x.new_zeros(size)
-        call.memory = memory.data_ptr()
+        memory = x.new_empty(size) if plan.slots is None else x.new_zeros(size)
+        call.x, call.memory, call.out = x.data_ptr(), memory.data_ptr(), out.data_ptr()
         self._forward(call)
+        del held
         return out
+
+    def rollout(
+        self,
+        plan: ForwardPlan,
+        drafts: Sequence[EaglePlan],
+        embedding: Tensor,
+        token_ids: Tensor,
+        before: Tensor,
+        limits: Tensor,
+        ends: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draft the most probable tokens of EAGLE drafts, all steps of a round.
+
+        A row ends before a token with which the expected acceptance of all that it drafted, by its
+        tokens' probabilities, falls below its least; its first token is always drafted.
+
+        Args:
+            plan: the trunks, and the tokens that the first step computes.
+            drafts: of the plan's E experts.
+            embedding: ``[V, H]``, the target's.
+            token_ids: int64 ``[B, T]``, of the plan's positions.
+            before: ``[B, T, H]``, the target's hidden states of the positions before.
+            limits: int64 ``[B]``, most tokens of a row, at least 1.
+            ends: float32 ``[B]``, the least, and ``[B, bins]``, acceptance by probability.
+
+        Returns:
+            tokens int64 ``[B, k]`` and their probabilities float32 ``[B, k]``, zeros behind a row's
+            own; int64 ``[B]``, how many each row drafted; k is the most of them.
+        """
+        call, held = plan.call(embedding.shape[1])
+        token_ids, before = token_ids.contiguous(), before.contiguous()
+        batch, most = len(token_ids), int(limits.max())
+        ids = torch.zeros(batch, most, dtype=torch.int64)
+        probs, counts = torch.zeros(batch, most), torch.empty_like(limits)
+        own = _pointers(drafts)
+        rollout = _Rollout(
+            call,
+            *(ctypes.addressof(own), embedding.data_ptr()),
+            *(token_ids.data_ptr(), before.data_ptr(), most, plan.rotary[0].shape[0]),
+            ends[1].shape[1],
+            *(part.data_ptr() for part in (limits, *ends, ids, counts, probs)),
+        )
+        self._rollout(rollout)
+        del held
+        most = int(counts.max())
+        behind = torch.arange(most) >= counts[:, None]
+        ids, probs = ids[:, :most], probs[:, :most]
+        return ids.masked_fill(behind, 0), probs.masked_fill(behind, 0.0), counts
 
     def top_one(self, logits: Tensor, ids: Tensor, probs: Tensor | None = None) -> None:
         """Find the first index of the largest entry along the last axis.

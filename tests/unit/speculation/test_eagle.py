@@ -19,8 +19,12 @@ from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.replay.record import ReplayRecord, decode, encode
-from paceline.actors.speculation.eagle import EagleRunner, EagleStack, kept_hidden
+from paceline.actors.speculation.colocated import ColocatedProposer
+from paceline.actors.speculation.eagle import EagleDecoder, EagleRunner, EagleStack, kept_hidden
+from paceline.actors.speculation.early_end import NEVER, EarlyEnd, kept_lengths
 from paceline.actors.speculation.pending_updates import AddExpert, SwapWeights
+from paceline.actors.speculation.proposer import DraftRow
+from paceline.actors.speculation.rejection_sampler import Proposal
 from paceline.actors.training.batches import make_batch, token_counts
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import Distiller
@@ -164,6 +168,64 @@ def test_experts_of_several_vocabularies_run_together(target: Path, tmp_path: Pa
         own = found[r.request_id][-1].record
         assert own is not None
         assert own.draft_token_ids.tolist() == record.draft_token_ids.tolist()
+
+
+@pytest.mark.parametrize(("least", "longest"), [(0.0, {5}), (0.001, {2, 3, 4, 5}), (0.5, {1})])
+def test_all_steps_in_one_call_draft_as_one_after_the_other(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: float, longest: set[int]
+) -> None:
+    """Rows of several experts, vocabularies and lengths, which also end early."""
+    folders, other = {}, torch.arange(124, dtype=torch.int32)
+    for name, vocabulary in (("a", SMALL), ("b", other), ("c", SMALL)):
+        folders[name] = tmp_path / name
+        draft = new_draft(target, vocabulary=vocabulary)
+        torch.nn.init.normal_(draft.fuse.weight, std=0.1)
+        save_draft(draft, folders[name])
+    found = []
+    for _ in range(2):
+        engine = eagle_engine(target, folders, 64, k=5, prefill_chunk=256)
+        proposals: list[Proposal] = []
+        original = ColocatedProposer.propose
+
+        def propose(
+            proposer: ColocatedProposer,
+            rows: Sequence[DraftRow],
+            kept: list[Proposal] = proposals,
+            own: Any = original,
+        ) -> Proposal:
+            limits = [max(1, r.num_draft_tokens - i % 2) for i, r in enumerate(rows)]
+            given = {"early_end": EarlyEnd(least)}
+            rows = [
+                dataclasses.replace(r, num_draft_tokens=limit, **given)
+                for r, limit in zip(rows, limits, strict=True)
+            ]
+            kept.append(own(proposer, rows))
+            return kept[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ColocatedProposer, "propose", propose)
+            run(engine, [dataclasses.replace(r, draft="abca"[i]) for i, r in enumerate(asked())])
+        found.append(proposals)
+        monkeypatch.setattr(EagleDecoder, "rollout", lambda *_: None)
+    together, stepwise = found
+    assert len(together) == len(stepwise) > 10
+    for ours, theirs in zip(together, stepwise, strict=True):
+        assert torch.equal(ours.num_drafted, theirs.num_drafted)
+        for row, count in enumerate(ours.num_drafted.tolist()):
+            assert torch.equal(ours.token_ids[row, :count], theirs.token_ids[row, :count])
+            probs = ours.token_probs[row, :count], theirs.token_probs[row, :count]
+            torch.testing.assert_close(*probs, rtol=1e-4, atol=1e-6)
+    lengths = {n for p in together for n in p.num_drafted.tolist()}
+    assert max(lengths) in longest
+
+
+def test_a_row_ends_before_the_token_that_would_hardly_be_accepted() -> None:
+    probs = torch.tensor([[0.1, 0.9, 0.9], [0.9, 0.5, 0.9], [0.9, 0.9, 0.2], [1.0, 1.0, torch.nan]])
+    table = torch.tensor([NEVER.acceptance] * 4)
+    assert kept_lengths(probs, torch.tensor([0.3] * 4), table).tolist() == [1, 3, 2, 2]
+    assert kept_lengths(probs, torch.zeros(4), table).tolist() == [3] * 4
+    sure = torch.full_like(table, 0.95)  # whatever the draft says
+    assert kept_lengths(probs, torch.tensor([0.3] * 4), sure).tolist() == [3] * 4
 
 
 def test_records_hold_the_states_that_the_head_read(target: Path, draft: Path) -> None:

@@ -100,7 +100,7 @@ class World:
                     self.random.random() < self.acceptance[expert] for _ in range(plan[expert])
                 )
                 accepted = sum(1 for _ in itertools.takewhile(bool, tries))
-                self.policy.observe_acceptance(expert, plan[expert], accepted)
+                self.policy.observe_acceptance(expert, plan[expert], plan[expert], accepted)
                 self.tokens += 1 + accepted
         noisy = [s * self.random.lognormvariate(0.0, self.noise) for s in (verify, drafted)]
         sizes = (sum(drafting.values()), experts, steps)
@@ -127,7 +127,7 @@ def test_the_rest_of_an_answer_must_be_worth_the_prefill() -> None:
                 {A: 1}, 0, lambda: {A: policy.prefill_costs.seconds(1, unread) / left}
             )[A]
             tries = (draws.random() < 0.8 for _ in range(k))
-            policy.observe_acceptance(A, k, sum(1 for _ in itertools.takewhile(bool, tries)))
+            policy.observe_acceptance(A, k, k, sum(1 for _ in itertools.takewhile(bool, tries)))
             drafting = (1, 1, k) if k else (0, 0, 0)
             policy.observe_round(1, k + 1, target_s(1, k + 1), drafting, k * draft_s(1, 1))
             chosen.append(k)
@@ -162,7 +162,9 @@ def test_nothing_is_drafted_if_drafting_and_plain_decoding_are_even() -> None:
         k = world.policy.choose({A: 4})[A]
         for _ in range(4):
             tries = (world.random.random() < 0.6 for _ in range(k))
-            world.policy.observe_acceptance(A, k, sum(1 for _ in itertools.takewhile(bool, tries)))
+            world.policy.observe_acceptance(
+                A, k, k, sum(1 for _ in itertools.takewhile(bool, tries))
+            )
         world.policy.observe_round(
             4, k + 1, even(4, k + 1), (4, 1, k) if k else (0, 0, 0), k * 1e-5
         )
@@ -185,11 +187,53 @@ def test_constant_acceptance_gives_the_closed_form(acceptance: float, k: int) ->
 
 def test_acceptance_counts_tried_positions_only() -> None:
     estimate = AcceptanceEstimate(4)
-    estimate.observe(drafted=4, accepted=1)
+    estimate.observe(limit=4, drafted=4, accepted=1)
     assert estimate.trials == [1, 1, 0, 0]
     assert estimate.hits == [1, 0, 0, 0]
-    estimate.observe(drafted=2, accepted=2)
+    estimate.observe(limit=2, drafted=2, accepted=2)
     assert [round(t, 2) for t in estimate.trials] == [2, 2, 0, 0]
+
+
+def test_a_draft_that_ends_early_was_not_accepted_where_it_could_have_been() -> None:
+    estimate = AcceptanceEstimate(4)
+    for _ in range(4000):
+        estimate.observe(limit=3, drafted=1, accepted=1)
+        estimate.observe(limit=3, drafted=3, accepted=2)
+    assert estimate.expected_accepted()[3] == pytest.approx(1.5, abs=0.05)
+    assert estimate.drafts_at_least()[:4] == pytest.approx([1, 1, 0.5, 0.5], abs=0.02)
+
+
+def test_drafts_that_end_where_they_are_unsure_may_be_long() -> None:
+    """One round in ten is easy: a long limit pays only if the others end early."""
+
+    def settled(*, early: bool) -> list[int]:
+        policy, draws, chosen = make_policy(), random.Random(3), []
+        policy.observe_finished(0, 64)
+        for _ in range(800):
+            k = policy.choose({A: 1})[A]
+            easy = draws.random() < 0.1
+            drafted = k if easy or not early else min(k, 1)
+            policy.observe_acceptance(A, k, drafted, k if easy else 0)
+            drafting = (1, 1, drafted) if drafted else (0, 0, 0)
+            verify_s = target_s(1, drafted + 1)
+            policy.observe_round(1, drafted + 1, verify_s, drafting, drafted * draft_s(1, 1))
+            chosen.append(k)
+        return sorted(chosen[400:])
+
+    assert settled(early=True)[200] >= settled(early=False)[200] + 2
+
+
+def test_the_least_reach_is_what_a_further_token_costs() -> None:
+    policy = make_policy()
+    policy.observe_finished(0, 64)
+    for _ in range(300):
+        policy.observe_acceptance(A, MAX, MAX, MAX)
+    k = policy.choose({A: 1})[A]
+    further_s = (target_s(1, k + 1) - target_s(1, 2)) / (k - 1) + draft_s(1, 1)
+    assert policy.predicted_goodput is not None
+    assert policy.early_end(A).min_reach == pytest.approx(
+        further_s * policy.predicted_goodput, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
@@ -310,12 +354,12 @@ def test_acceptance_of_sampled_requests_is_measured_apart_from_greedy_ones() -> 
 def test_a_new_group_starts_from_its_counterpart_with_little_weight() -> None:
     policy = make_policy()
     for _ in range(400):
-        policy.observe_acceptance(A, MAX, MAX)
+        policy.observe_acceptance(A, MAX, MAX, MAX)
     begun = policy._estimate(A.counterpart)
     known = policy._estimate(A).expected_accepted()[1]
     assert 0.6 < begun.expected_accepted()[1] < known
     for _ in range(30):
-        policy.observe_acceptance(A.counterpart, MAX, 0)
+        policy.observe_acceptance(A.counterpart, MAX, MAX, 0)
     assert begun.expected_accepted()[1] < 0.5
     assert policy._estimate(A).expected_accepted()[1] == known
 
@@ -341,7 +385,7 @@ def test_a_group_at_the_maximum_does_not_keep_others_from_being_probed() -> None
             for _ in range(n):
                 tries = (world.random.random() < world.acceptance[group] for _ in range(k[group]))
                 policy.observe_acceptance(
-                    group, k[group], sum(1 for _ in itertools.takewhile(bool, tries))
+                    group, k[group], k[group], sum(1 for _ in itertools.takewhile(bool, tries))
                 )
         steps = max(k.values())
         drafting = (rows_of(k), 1, steps) if steps else (0, 0, 0)
@@ -359,8 +403,8 @@ def test_one_good_row_beside_many_poor_ones_drafts_alone() -> None:
     greedy, sampled = DraftGroup("a"), DraftGroup("a", sampled=True)
     policy = make_policy()
     for number in range(400):
-        policy.observe_acceptance(greedy, MAX, MAX)
-        policy.observe_acceptance(sampled, MAX, 0 if number % 4 else MAX)
+        policy.observe_acceptance(greedy, MAX, MAX, MAX)
+        policy.observe_acceptance(sampled, MAX, MAX, 0 if number % 4 else MAX)
     lengths = [policy._estimate(group).expected_accepted()[1] for group in (greedy, sampled)]
     assert lengths[0] < 16 * lengths[1]  # all of the many together gain more
     made = {plan.groups for plan in policy._candidates({greedy: 1, sampled: 16})}
@@ -370,7 +414,7 @@ def test_one_good_row_beside_many_poor_ones_drafts_alone() -> None:
 def test_a_swap_concerns_all_groups() -> None:
     policy = make_policy()
     for group in DraftGroup.of_draft("a"):
-        policy.observe_acceptance(group, MAX, MAX)
+        policy.observe_acceptance(group, MAX, MAX, MAX)
         policy.choose({group: 1})
         policy._probe(group).due = False
     policy.reset_acceptance("a")
@@ -554,10 +598,10 @@ def test_k_falls_as_load_grows() -> None:
         tables = costs(busy, tuple(range(1, MAX + 2))), draft_costs()
         policy = GoodputPolicy(*tables, MAX)
         for _ in range(300):
-            policy.observe_acceptance(A, MAX, 3)
+            policy.observe_acceptance(A, MAX, MAX, 3)
         for _ in range(10):  # the first probe of an expert that is off ends in these
             k = policy.choose({A: batch})[A]
-            policy.observe_acceptance(A, k, min(k, 3))
+            policy.observe_acceptance(A, k, k, min(k, 3))
             drafting = (batch, 1, k) if k else (0, 0, 0)
             policy.observe_round(batch, k + 1, busy(batch, k + 1), drafting, k * draft_s(batch, 1))
         chosen.append(k)
@@ -577,7 +621,7 @@ def test_the_prefill_of_later_requests_counts() -> None:
         for _ in range(300):
             k = policy.choose({A: 4}, 0, lambda: {A: 0.0})[A]
             for _ in range(4):
-                policy.observe_acceptance(A, k, min(k, 2))
+                policy.observe_acceptance(A, k, k, min(k, 2))
             policy.observe_round(
                 4, k + 1, target_s(4, k + 1), (4, 1, k) if k else (0, 0, 0), k * 0.001
             )
@@ -610,7 +654,7 @@ def test_an_expert_without_decoding_rows_is_not_probed() -> None:
     policy = make_policy()
     for _ in range(200):
         chosen = policy.choose({A: 1, B: 3}, prefilling={B: 3})
-        policy.observe_acceptance(A, chosen[A], chosen[A])
+        policy.observe_acceptance(A, chosen[A], chosen[A], chosen[A])
         drafting = (1, 1, chosen[A]) if chosen[A] else (0, 0, 0)
         policy.observe_round(1, chosen[A] + 1, target_s(1, chosen[A] + 1), drafting, 0.001)
     assert policy._probe(B).due  # its first probe is still to come
