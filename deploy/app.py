@@ -57,6 +57,7 @@ _SERVE_ENV = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "100",
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # between processes: less work for every chunk
     "HF_HUB_OFFLINE": "1",
 }
 _SERVE_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}

@@ -22,7 +22,7 @@ from paceline.deploy.config.config import load_config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-STREAMS, WHOLE, MAX_TOKENS, STALL_S = 56, 8, 80, 4.0
+STREAMS, WHOLE, MAX_TOKENS, STALL_S = 56, 8, 120, 4.0
 
 
 def two_replicas(dtype: str, state_dir: Path) -> Any:
