@@ -17,6 +17,7 @@ from paceline.actors.weights.draft_outcomes import (
     DraftOutcome,
     VariancePrior,
     compare,
+    compare_sequentially,
 )
 from paceline.actors.weights.history import Decision
 
@@ -39,9 +40,12 @@ class CanarySettings:
     """Sequential test of candidates, and pauses between them.
 
     Attributes:
-        looks: numbers of requests, ascending, that each slot needs for each look at the data.
+        least: requests that each slot needs for the first look; from then on every further
+            request of the slot with fewer is one.
+        most: of the last look, at which the mean decides.
         error: probability of a wrong decision to either side, over all looks except the last
             one's mean.
+        scale: difference of acceptance that is found soonest, see compare_sequentially.
         margin: acceptance by which a candidate may be worse and still be promoted; the gate has
             shown that it is better on held-out records.
         bar: roll back a candidate shown not to be better by so much, unless it is shown to be
@@ -50,7 +54,7 @@ class CanarySettings:
         audit_after: promotions in a row without proof of being better, after which the last
             known good version is tried against the stable one: each may have been worse by less
             than a trial shows, and the losses would add up.
-        audit_looks: of such a trial, which has no margin: the better version becomes stable.
+        audit_most: of such a trial, which has no margin: the better version becomes stable.
         audit_bar: the bar of such a trial.
         min_trial_s: a candidate without outcomes is not replaced for so long, seconds.
         cooldown_s: pause after a topic's second rollback in a row, seconds; doubled by each
@@ -59,13 +63,15 @@ class CanarySettings:
         prior: see VariancePrior.
     """
 
-    looks: tuple[int, ...] = (4, 8, 16, 32)
+    least: int = 2
+    most: int = 32
     error: float = 0.05
+    scale: float = 0.12
     margin: float = 0.03
     bar: float = 0.0
     watch: tuple[int, ...] = (16, 64, 256)
     audit_after: int = 3
-    audit_looks: tuple[int, ...] = (4, 8, 16, 32, 64)
+    audit_most: int = 64
     audit_bar: float = 0.05
     min_trial_s: float = 60.0
     cooldown_s: float = 30.0
@@ -74,7 +80,7 @@ class CanarySettings:
 
     def for_audit(self) -> CanarySettings:
         """Settings of a trial of the last known good version."""
-        return replace(self, looks=self.audit_looks, margin=0.0, bar=self.audit_bar)
+        return replace(self, most=self.audit_most, margin=0.0, bar=self.audit_bar)
 
 
 class Canary:
@@ -91,7 +97,7 @@ class Canary:
         self.candidate = candidate
         self.stable = stable
         self._settings = settings
-        self._looks = 0
+        self._looks = self._reached = 0
         self._reason: str | None = None
         self._comparison: Comparison | None = None
         self.candidate_stats = AcceptanceStats()
@@ -124,27 +130,27 @@ class Canary:
         return None
 
     def _alone_active(self, active: AcceptanceStats, idle: AcceptanceStats) -> bool:
-        needed = self._settings.looks[-1]
+        needed = self._settings.most
         if active.requests < needed or idle.requests + idle.undrafted < needed:
             return False
         return active.drafted_share >= _ACTIVE_FROM and idle.drafted_share < _IDLE_BELOW
 
     def _look(self) -> CanaryAction | None:
-        looks = self._settings.looks
+        settings = self._settings
         reached = min(self.candidate_stats.requests, self.stable_stats.requests)
-        if self._looks >= len(looks) or reached < looks[self._looks]:
+        if reached < settings.least or reached == self._reached:
             return None
-        self._looks += 1
-        error = self._settings.error / len(looks)
-        found = compare(self.candidate_stats, self.stable_stats, error, self._settings.prior)
-        self._comparison = found
+        self._looks, self._reached = self._looks + 1, reached
+        found = self._comparison = compare_sequentially(
+            self.candidate_stats, self.stable_stats, settings.error, settings.scale, settings.prior
+        )
         if found.upper < 0.0:
             return CanaryAction.ROLL_BACK
-        if found.lower > -self._settings.margin:
+        if found.lower > -settings.margin:
             return CanaryAction.PROMOTE
-        if found.upper < self._settings.bar:
+        if found.upper < settings.bar:
             return CanaryAction.ROLL_BACK
-        if self._looks < len(looks):
+        if reached < settings.most:
             return None
         return CanaryAction.PROMOTE if found.difference >= 0.0 else CanaryAction.ROLL_BACK
 
@@ -294,7 +300,7 @@ class CanaryMonitor:
         own = self._experts[expert]
         if own.canary is not None:
             before, own.watch = own.canary.stable_stats, None
-            if before.requests >= self._settings.looks[0]:
+            if before.requests >= self._settings.least:
                 own.watch = PromotionWatch(own.canary.candidate, before, self._settings)
         own.canary = None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from scipy import stats as scipy_stats
@@ -18,6 +21,7 @@ from paceline.actors.weights.draft_outcomes import (
     DraftOutcome,
     VariancePrior,
     compare,
+    compare_sequentially,
 )
 from paceline.actors.weights.slots import candidate_of, expert_of, in_canary, slot_for
 
@@ -56,6 +60,92 @@ def test_better_candidates_pass_and_worse_ones_do_not() -> None:
     assert promoted_share(+0.15) >= 0.95
     assert promoted_share(-0.15) == 0.0
     assert promoted_share(-0.06) <= 0.2
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests of one draft: mean and spread of their acceptance, and their mean rounds."""
+
+    mean: float
+    spread: float
+    rounds: int
+
+    def drawn(self, rng: np.random.Generator, version: int, gain: float = 0.0) -> DraftOutcome:
+        mean = self.mean + gain
+        certainty = mean * (1.0 - mean) / self.spread**2 - 1.0
+        own = rng.beta(mean * certainty, (1.0 - mean) * certainty)
+        rounds = max(1, int(rng.poisson(self.rounds)))
+        return outcome(version, int(rng.binomial(rounds, own)), rounds)
+
+
+TRIALS = 400
+ALLOWED = 0.075  # a test of a rate of 5 % in so many trials, at 1 %
+TRAFFIC = [
+    Traffic(0.5, 0.15, 20),
+    Traffic(0.5, 0.25, 60),
+    Traffic(0.2, 0.25, 3),
+    Traffic(0.8, 0.25, 20),
+    Traffic(0.3, 0.05, 60),
+]
+
+
+def early_decisions(traffic: Traffic, gain: float, share: float) -> Counter[CanaryAction | None]:
+    """What trials are decided by before their last look; None are those that reach it."""
+    rng, found = np.random.default_rng(11), Counter[CanaryAction | None]()
+    for _ in range(TRIALS):
+        canary, action = Canary(CANDIDATE, STABLE, SETTINGS), None
+        while action is None:
+            on_trial = rng.random() < share
+            version = CANDIDATE if on_trial else STABLE
+            action = canary.observe(traffic.drawn(rng, version, gain * on_trial))
+        requests = min(canary.candidate_stats.requests, canary.stable_stats.requests)
+        found[action if requests < SETTINGS.most else None] += 1
+    return found
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("traffic", TRAFFIC, ids=str)
+def test_looks_at_every_request_err_no_more_often_than_they_may(
+    traffic: Traffic, share: float
+) -> None:
+    """The margin is what a promoted candidate may be worse by."""
+    equal = early_decisions(traffic, 0.0, share)
+    assert equal[CanaryAction.ROLL_BACK] <= ALLOWED * TRIALS
+    worse = early_decisions(traffic, -SETTINGS.margin, share)
+    assert worse[CanaryAction.PROMOTE] <= ALLOWED * TRIALS
+
+
+def test_what_is_far_better_or_worse_is_decided_by_two_or_three_of_its_requests() -> None:
+    rng, traffic = np.random.default_rng(5), Traffic(0.2, 0.15, 20)
+    for mine, other, expected in (
+        (0.6, 0.0, CanaryAction.PROMOTE),
+        (0.0, 0.6, CanaryAction.ROLL_BACK),
+    ):
+        taken = []
+        for _ in range(100):
+            canary, action = Canary(CANDIDATE, STABLE, SETTINGS), None
+            while action is None:
+                gain, version = ((mine, CANDIDATE), (other, STABLE))[int(rng.random() > 0.1)]
+                action = canary.observe(traffic.drawn(rng, version, gain))
+            assert action is expected
+            taken.append(canary.candidate_stats.requests)
+        assert np.median(taken) <= 3
+
+
+def test_a_sequential_bound_is_robbins_normal_mixture() -> None:
+    """Of many requests the prior counts for nothing, and the bound is the published one."""
+    rng, both = np.random.default_rng(2), [AcceptanceStats(), AcceptanceStats()]
+    for _ in range(20_000):
+        for stats, rate in zip(both, (0.4, 0.5), strict=True):
+            stats.add(Traffic(rate, 0.15, 20).drawn(rng, 1))
+    found = compare_sequentially(*both, error=0.05, scale=0.12)
+    variance = sum(stats.variance() / stats.requests for stats in both)
+    # Howard et al., two-sided at 0.1: of a sum with the intrinsic time v, over v.
+    v, rho = 1.0 / variance, 1.0 / 0.12**2
+    reach = np.sqrt((v + rho) * np.log((v + rho) / (rho * 0.1**2))) / v
+    assert found.difference == pytest.approx(-0.1, abs=0.01)
+    assert found.upper - found.difference == pytest.approx(reach, rel=0.01)
+    assert found.difference - found.lower == pytest.approx(reach, rel=0.01)
 
 
 def test_acceptance_stats_are_those_of_numpy() -> None:
@@ -104,15 +194,16 @@ def test_requests_of_other_versions_say_nothing() -> None:
 def test_a_clear_case_is_decided_at_the_first_look_and_an_equal_one_by_its_mean() -> None:
     for accepted, decided in ((18, CanaryAction.PROMOTE), (2, CanaryAction.ROLL_BACK)):
         canary = Canary(CANDIDATE, STABLE, SETTINGS)
-        for _ in range(SETTINGS.looks[0] - 1):
-            canary.observe(outcome(STABLE, 10))
+        for _ in range(SETTINGS.least - 1):
+            canary.observe(outcome(STABLE, 20 - accepted))
             assert canary.observe(outcome(CANDIDATE, accepted)) is None
-        canary.observe(outcome(STABLE, 10))
+        canary.observe(outcome(STABLE, 20 - accepted))
         assert canary.observe(outcome(CANDIDATE, accepted)) is decided
+        assert canary.stats()["looks"] == 1
     for odd, decided in ((0, CanaryAction.PROMOTE), (1, CanaryAction.ROLL_BACK)):
         settings = CanarySettings(margin=0.0)
         canary, taken = Canary(CANDIDATE, STABLE, settings), []
-        for number in range(settings.looks[-1]):
+        for number in range(settings.most):
             canary.observe(outcome(STABLE, 0 if number % 2 else 20))
             accepted = 20 if number % 2 else 0
             accepted -= number == odd == 1  # one position of one request
@@ -146,7 +237,7 @@ def decided(
 
 
 def test_a_trial_in_which_one_slot_never_drafts_is_decided_for_the_other() -> None:
-    last = SETTINGS.looks[-1]
+    last = SETTINGS.most
     candidate, stable = outcome(CANDIDATE, HALF), outcome(STABLE, HALF)
     none = {version: outcome(version, 0, SILENT) for version in (CANDIDATE, STABLE)}
     assert decided(candidate, none[STABLE]) == (CanaryAction.PROMOTE, last)
@@ -185,19 +276,19 @@ def test_silence_moves_no_mean_and_no_count_of_drafted_requests() -> None:
     assert (figures["canary_silent"], figures["stable_silent"]) == (3, 3)
 
 
-@pytest.mark.parametrize("spoken", [0, 3, 7])
+@pytest.mark.parametrize("spoken", [0, 1, 7])
 def test_what_took_a_silent_drafts_place_is_watched_where_there_is_a_past(spoken: int) -> None:
     monitor = CanaryMonitor(("sql",), SETTINGS)
     monitor.begin_trial("sql", CANDIDATE, STABLE)
     steps = [monitor.observe(outcome(STABLE, 20)) for _ in range(spoken)]
     steps += [monitor.observe(outcome(STABLE, 0, SILENT)) for _ in range(40)]
-    if spoken < 4:
-        steps += [monitor.observe(outcome(CANDIDATE, HALF)) for _ in range(SETTINGS.looks[-1])]
+    if spoken < SETTINGS.least:
+        steps += [monitor.observe(outcome(CANDIDATE, HALF)) for _ in range(SETTINGS.most)]
         assert steps[-1] is not None
         assert steps[-1].action is CanaryAction.PROMOTE
     monitor.promote("sql")
     later = [monitor.observe(outcome(CANDIDATE, 1)) for _ in range(SETTINGS.watch[0])]
-    assert [s.action for s in later if s] == ([CanaryAction.TRY_PREVIOUS] if spoken >= 4 else [])
+    assert [s.action for s in later if s] == ([CanaryAction.TRY_PREVIOUS] if spoken == 7 else [])
 
 
 def test_a_promoted_version_that_falls_behind_its_predecessor_is_suspected() -> None:
@@ -215,7 +306,7 @@ def test_trials_of_experts_are_their_own() -> None:
     monitor = CanaryMonitor(("sql", "math"), SETTINGS)
     monitor.begin_trial("sql", CANDIDATE, STABLE)
     steps = []
-    for _ in range(4):
+    for _ in range(SETTINGS.least):
         for version, accepted in ((STABLE, 4), (CANDIDATE, 16)):
             steps += [
                 monitor.observe(outcome(version, accepted, expert=e)) for e in ("sql", "math")
@@ -226,7 +317,7 @@ def test_trials_of_experts_are_their_own() -> None:
     ]
     assert found[0].stats["canary_acceptance"] == 0.8
     assert monitor.counts("math") == {
-        "requests": 8, "rounds": 160, "accepted": 80, "canary_requests": 0,
+        "requests": 4, "rounds": 80, "accepted": 40, "canary_requests": 0,
     }  # fmt: skip
     assert monitor.observe(outcome(1, 4, expert="poems")) is None
 

@@ -78,7 +78,7 @@ def test_new_weights_are_on_trial_and_promoted_by_live_requests(tmp_path: Path) 
     evidence = reg.history("sql")[-1]
     assert evidence["canary_acceptance"] == 0.8
     assert evidence["stable_acceptance"] == 0.1
-    assert evidence["canary_requests"] == evidence["stable_requests"] == 4
+    assert evidence["canary_requests"] == evidence["stable_requests"] == 2
     assert 0.0 < evidence["difference_lower_bound"] < 0.7 < evidence["difference_upper_bound"]
 
 
@@ -113,7 +113,7 @@ def test_a_candidate_without_traffic_waits_across_restarts(tmp_path: Path) -> No
     registry(tmp_path).publish("sql", weights(1.0), {})
     for _ in range(3):
         reg = registry(tmp_path)
-        report(reg, {0: GOOD}, requests=50)
+        report(reg, {0: BAD}, requests=50)
         assert served(reg) == {"sql@candidate": (1, 1.0)}
     report(reg, {0: BAD, 1: GOOD})
     assert registry(tmp_path).stable_versions()["sql"] == 1
