@@ -31,7 +31,7 @@ class ToolFormat:
         tag: starts a call.
         bare: whether an object at the start of a line starts a call without the tag.
         closing: may follow a call.
-        written: what the grammar puts (before, between, behind) calls; True stands for the tag.
+        written: before a call, between two and behind one, in parts that may be tokens.
         arguments: keys of the arguments, the first one as the template writes it.
         shown: matches what a template with this form renders for `PROBE`.
     """

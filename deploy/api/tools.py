@@ -34,25 +34,34 @@ class TemplateTools:
         format: of the model's calls, None if it is not read here.
         tokens: ids of the parts of the format that are tokens of the vocabulary.
         special: whether some of them are special tokens, which texts leave out.
+        several: whether the template shows all calls of a turn; Llama 3's refuses a second one.
     """
 
     known: bool = False
     format: ToolFormat | None = None
     tokens: Mapping[str, int] = field(default_factory=dict)
     special: bool = False
+    several: bool = False
 
 
 def template_tools(tokenizer: PreTrainedTokenizerBase) -> TemplateTools:
     """Find out what a chat template does with tools, by having it render one and a call."""
     tool = Tool(type="function", function=FunctionDefinition(name=PROBE))
     question = {"role": "user", "content": "a"}
-    call = {"name": f"{PROBE}_call", "arguments": {"a": "b"}}
-    calls = [{"type": "function", "id": "call00000", "function": call}]
-    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    calls = [
+        {
+            "type": "function",
+            "id": f"call0000{i}",
+            "function": {"name": name, "arguments": {"a": "b"}},
+        }
+        for i, name in enumerate((f"{PROBE}_call", f"{PROBE}_again"))
+    ]
+    turns = [{"role": "assistant", "content": "", "tool_calls": calls[: i + 1]} for i in range(2)]
     shown = _render(tokenizer, [question], [tool])
     if PROBE not in shown:
         return TemplateTools()
-    found = shown_format(shown + _render(tokenizer, [question, turn], [tool]))
+    one, two = (_render(tokenizer, [question, turn], [tool]) for turn in turns)
+    found = shown_format(shown + one)
     if found is None:
         return TemplateTools(known=True)
     before, _, behind = found.written
@@ -63,7 +72,8 @@ def template_tools(tokenizer: PreTrainedTokenizerBase) -> TemplateTools:
     }
     tokens = {token.content: token_id for token_id, token in parts.items()}
     special = any(token.special for token in parts.values())
-    return TemplateTools(known=True, format=found, tokens=tokens, special=special)
+    several = f"{PROBE}_again" in two
+    return TemplateTools(True, found, tokens, special, several)
 
 
 def _render(
@@ -126,7 +136,7 @@ class RequestTools:
                 [f.name, _argument_schema(f) if f.strict or not free_text else {"type": "object"}]
                 for f in functions
             ],
-            "several": self.syntax.several,
+            "several": self.syntax.several and self.template.several,
             "tokens": self.template.tokens,
             "text_schema": text_schemas[0] if text_schemas else None,
             "free_text": free_text,

@@ -25,6 +25,7 @@ from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.target import TargetReplica
 from paceline.deploy.api.ingress import Ingress, IngressSettings
 
+LLAMA3 = tool_templates.LLAMA3
 SCHEMA = {
     "type": "object",
     "properties": {"unit": {"$ref": "#/$defs/unit"}, "days": {"enum": [1, 2, 3]}},
@@ -100,7 +101,7 @@ def serve(root: Path, template: str, tags: str = "") -> Server:
         (tool_templates.HERMES, ""),
         (tool_templates.HERMES, "added"),
         (tool_templates.HERMES, "special"),
-        (tool_templates.LLAMA3, ""),
+        (LLAMA3, ""),
     ],
     ids=["hermes", "hermes-tokens", "hermes-special", "llama3"],
 )
@@ -189,6 +190,14 @@ def test_a_required_call_is_valid_and_the_same_with_drafts_and_without(
     usage = plain.json()["usage"]
     assert usage["completion_tokens"] > 20
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def test_required_calls_are_as_many_as_the_template_can_show_again(server: Server) -> None:
+    """Otherwise the next turn of the conversation would be refused."""
+    script = Script(server.target, "")
+    server.post({"tool_choice": "required"}, target=script)
+    shows_several = server.folder.joinpath("chat_template.jinja").read_text() != LLAMA3
+    assert (" call)*" in script.requests[0].grammar) == shows_several
 
 
 def test_a_named_function_is_called_once(server: Server) -> None:
