@@ -41,8 +41,9 @@ void attend(const Attention& a, int64_t threads_, const T* qkv, const T* cos, co
             T* values, T* out) {
   each(a.batch * a.steps, threads_,
        [&](int64_t i) { store_token(a, i, qkv, cos, sin, keys, values); });
-  each(a.batch * a.kv_heads * tiles_per_head(a), threads_, [&](int64_t i) {
-    attend_one<T>(a, i, qkv, cos, sin, keys, values, out);
+  const int64_t tile = tile_size(a, threads_);
+  each(a.batch * a.kv_heads * tiles_per_head(a, tile), threads_, [&](int64_t i) {
+    attend_one<T>(a, tile, i, qkv, cos, sin, keys, values, out);
   });
 }
 

@@ -32,9 +32,10 @@ extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
   }                                                                                            \
   extern "C" void forward_##NAME(const Forward* f) { LayerRun<T>(*f).run(); }                  \
   extern "C" void rollout_##NAME(const Rollout* r) { RolloutRun<T>(*r).run(); }                \
-  extern "C" void attend_##NAME(const Attention* a, const void* qkv, const void* cos,          \
-                                const void* sin, void* keys, void* values, void* out) {        \
-    attend(*a, 1, static_cast<const T*>(qkv), static_cast<const T*>(cos),                      \
+  extern "C" void attend_##NAME(const Attention* a, int64_t threads, const void* qkv,            \
+                                const void* cos, const void* sin, void* keys, void* values,    \
+                                void* out) {                                                   \
+    attend(*a, threads, static_cast<const T*>(qkv), static_cast<const T*>(cos),                \
            static_cast<const T*>(sin), static_cast<T*>(keys), static_cast<T*>(values),         \
            static_cast<T*>(out));                                                              \
   }                                                                                            \

@@ -97,6 +97,7 @@ def attend_natively(
     kv: tuple[Tensor, Tensor],
     heads: tuple[int, int],
     window: int | None,
+    threads: int = 1,
 ) -> Tensor:
     """The kernel alone, as Kernels.forward uses it in every layer."""
     loaded = library.load_library()
@@ -113,7 +114,9 @@ def attend_natively(
     out = qkv.new_empty(batch, steps, heads[0] * dim)
     tensors = (qkv, *rotary, *kv, out)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-    loaded[f"attend_{library.NAMES[qkv.dtype]}"](ctypes.byref(shape), *pointers)
+    loaded[f"attend_{library.NAMES[qkv.dtype]}"](
+        ctypes.byref(shape), ctypes.c_int64(threads), *pointers
+    )
     return out
 
 
@@ -132,6 +135,38 @@ def test_the_kernel(
     tables, span = case.kv.block_tables, step.span
     found = attend_natively(qkv, still, *rows, tables, span, kv, heads, window)
     case.check(found.view(ROWS, steps, heads[0], dim), window)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_bits_depend_neither_on_other_tokens_nor_on_threads(
+    heads: tuple[int, int], dim: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Nor on what lies behind a token's own position."""
+    case = Case(heads, dim, 5, dtype)
+    still = torch.ones(CAPACITY, dim, dtype=dtype), torch.zeros(CAPACITY, dim, dtype=dtype)
+    qkv = torch.cat((case.q, case.k, case.v), dim=2).flatten(2)
+    kv, tables = (case.kv.keys[0], case.kv.values[0]), case.kv.block_tables
+
+    def run(rows: list[int], steps: slice, threads: int = 1) -> Tensor:
+        positions = torch.tensor(BEHIND)[rows][:, None] + torch.arange(5)[steps]
+        step = StepContext.at(case.kv, torch.tensor(rows), positions, int(positions.max()) + 1)
+        at = step.rows, step.positions, tables, step.span
+        own = qkv[rows][:, steps].contiguous()
+        return attend_natively(own, still, *at, kv, heads, window, threads)
+
+    whole = run([0, 1, 2], slice(5))
+    assert torch.equal(run([0, 1, 2], slice(5), threads=2), whole)
+    for row in range(ROWS):
+        blocks = tables[row, : -(-(BEHIND[row] + 5) // case.kv.block_size)].long()
+        for step in range(5):
+            for part in kv:  # what lies behind the token must not be read
+                flat = part[blocks].flatten(0, 1)
+                flat[BEHIND[row] + step :] = torch.nan
+                part[blocks] = flat.view(-1, *part.shape[1:])
+            own = run([row], slice(step, step + 1))
+            assert torch.equal(own, whole[row : row + 1, step : step + 1]), (row, step)
 
 
 def test_padding_beyond_a_rows_blocks_does_not_affect_others(dtype: torch.dtype) -> None:
