@@ -223,3 +223,24 @@ def test_a_response_says_what_chat_says_whole_and_streamed(client: openai.OpenAI
     assert kept.value.param == "previous_response_id"
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(whole.id)
+
+
+def test_a_model_whose_template_knows_no_tools_says_so(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "get_time", "parameters": {}}}]
+    question: Any = [{"role": "user", "content": "What time is it?"}]
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match="chat template knows no tools") as raised:
+            client.chat.completions.create(
+                model=MODEL, messages=question, tools=tools, stream=stream, max_tokens=4
+            )
+        assert raised.value.param == "tools"
+    with pytest.raises(openai.BadRequestError, match="chat template knows no tools"):
+        client.responses.create(
+            model=MODEL,
+            input="What time is it?",
+            tools=[{"type": "function", **tools[0]["function"]}],
+        )
+    answer = client.chat.completions.create(
+        model=MODEL, messages=question, tools=tools, tool_choice="none", max_tokens=4
+    )
+    assert answer.choices[0].message.tool_calls is None
