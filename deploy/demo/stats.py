@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 Arm = Literal["online", "frozen", "plain"]
-Stage = Literal["warmup", "stream", "last"]
+Stage = Literal["warmup", "stream", "timed", "last"]
 ARMS: tuple[Arm, ...] = ("online", "frozen", "plain")
 
 
@@ -21,7 +21,7 @@ class RequestResult:
         topic: of the prompt.
         routed: topic that the router chose.
         arm: ``online`` draft, ``frozen`` first version, or ``plain`` decoding.
-        part: of the demo: calibration, stream or last measurement.
+        part: of the demo: calibration, stream, timed rounds or last measurement.
         at: end of the answer, seconds since the demo's start.
         latency: seconds from the request to the end of the answer.
         drafted: draft tokens.
@@ -143,12 +143,12 @@ class RequestLog:
         return next(results, None)
 
     def answer_changes(self) -> tuple[int, int]:
-        """Last prompts that all arms answered, and those of them with unequal answers."""
-        answers: dict[tuple[str, int], dict[Arm, str]] = {}
-        for result in self.select(part="last"):
-            answers.setdefault((result.topic, result.order), {})[result.arm] = result.answer
-        compared = [texts for texts in answers.values() if len(texts) == len(ARMS)]
-        return len(compared), sum(len(set(texts.values())) > 1 for texts in compared)
+        """Unseen prompts that all arms answered, and those of them with unequal answers."""
+        answers: dict[tuple[str, int], list[RequestResult]] = {}
+        for result in (*self.select(part="timed"), *self.select(part="last")):
+            answers.setdefault((result.topic, result.order), []).append(result)
+        compared = [own for own in answers.values() if {r.arm for r in own} == set(ARMS)]
+        return len(compared), sum(len({r.answer for r in own}) > 1 for own in compared)
 
     def routing_accuracy(self) -> float | None:
         """Share of the online requests that were routed to their topic."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -48,7 +48,8 @@ class Client:
         clock: seconds since the demo's start.
         model: name of the model.
         max_tokens: of an answer.
-        num_speculative_tokens: of both drafts.
+        num_speculative_tokens: of both drafts, so that their acceptance compares; in timed rounds
+            the server chooses, as for its users.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Client:
 
     def _body(self, request: PromptRequest) -> dict[str, Any]:
         speculative: dict[str, Any] = {"draft": DRAFTS[request.arm]}
-        if request.arm != "plain":
+        if request.arm != "plain" and request.part != "timed":
             speculative["num_speculative_tokens"] = self._num_speculative_tokens
         return {
             "model": self._model,
@@ -239,8 +240,8 @@ class DemoSettings:
     Attributes:
         seed: of prompts and arrivals.
         seconds: of the whole demo, including the start.
-        timed: prompts per topic that all three arms answer in timed rounds, one request at a time;
-            the other last prompts are answered by the two drafts only.
+        timed: prompts per topic that all three arms answer in timed rounds, one request at a time,
+            before the two drafts answer all last prompts.
         timed_share: upper limit of the timed rounds' share of ``seconds``.
         concurrency: of requests that are not timed.
         load: arrival rate of the stream / measured capacity.
@@ -339,7 +340,7 @@ async def _calibrate(
     state.rate = min(settings.load * state.capacity, settings.max_rate)
     per_prompt = len(ARMS) * seconds_alone  # one per topic
     timed = max(2, min(settings.timed, int(settings.timed_share * settings.seconds / per_prompt)))
-    rest = sum(max(0, len(split.last) - timed) for split in prompts.values())
+    rest = sum(len(split.last) for split in prompts.values())
     # A batch of one topic takes about half as long as these mixed ones.
     return timed, timed * per_prompt + (len(ARMS) - 1) * rest / (2 * state.capacity)
 
@@ -383,7 +384,7 @@ async def _measure_last(
     timed: int,
     speed: Throughput,
 ) -> None:
-    """Measure on unseen prompts: timed rounds of all arms, then the rest with both drafts.
+    """Measure on unseen prompts: timed rounds of all arms on some, then both drafts on all.
 
     The order of the arms rotates, so that a slowdown of the machine affects all of them.
     """
@@ -400,15 +401,12 @@ async def _measure_last(
     for number, requests in enumerate(halves):
         turn = number % len(ARMS)
         for arm in ARMS[turn:] + ARMS[:turn]:
-            speed.add(arm, *await closed_loop(client, _for_arm(requests, arm), 1, clock))
-    for at in range(2 * half, max(map(len, rounds)), settings.concurrency):
+            some = [replace(request, arm=arm, part="timed") for request in requests]
+            speed.add(arm, *await closed_loop(client, some, 1, clock))
+    for at in range(0, max(map(len, rounds)), settings.concurrency):
         for requests in rounds:
             if clock() > latest:
                 return
             for arm in ("online", "frozen"):
-                some = _for_arm(requests[at : at + settings.concurrency], arm)
+                some = [replace(r, arm=arm) for r in requests[at : at + settings.concurrency]]
                 await closed_loop(client, some, settings.concurrency, clock)
-
-
-def _for_arm(requests: Sequence[PromptRequest], arm: Arm) -> list[PromptRequest]:
-    return [PromptRequest(q.text, q.topic, arm, q.part, q.order, q.store) for q in requests]
