@@ -65,14 +65,17 @@ Serve = Callable[..., AbstractContextManager[Server]]
 
 @contextmanager
 def serving(folder: Path, **keys: Any) -> Iterator[Server]:
-    """``paceline serve`` with the default config but for port, state folder and ``keys``.
+    """``paceline serve`` with the default config but for what a test must set, and ``keys``.
 
     The user's cache of models is used: other tiers of the tests have none.
     """
     port = find_port()
     own = {"port": port, "state_dir": str(folder / "state"), "ray": {"dashboard": False}}
+    # On a machine that other work keeps busy a slow replica is not a hung one: a request that fails
+    # over would be counted twice.
+    target = {"stall_timeout_s": 90} | keys.pop("target", {})
     config = folder / "config.yaml"
-    config.write_text(yaml.safe_dump(own | keys), encoding="utf-8")
+    config.write_text(yaml.safe_dump(own | {"target": target} | keys), encoding="utf-8")
     environment = dict(os.environ)
     if environment.get("PACELINE_CACHE_DIR") == os.devnull:
         del environment["PACELINE_CACHE_DIR"]

@@ -26,6 +26,16 @@ def test_the_readme_is_wrapped_and_no_default_ends_in_a_blank() -> None:
     assert [line for line in defaults.splitlines() if line != line.rstrip()] == []
 
 
+def test_clients_have_the_versions_that_are_tested() -> None:
+    requirements = (ROOT / "tests" / "clients" / "requirements.txt").read_text(encoding="utf-8")
+    named = requirements.split("# What they need.")[0]
+    pins = dict(re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)$", named, re.MULTILINE))
+    table = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", table, re.MULTILINE))
+    assert rows == pins
+    assert len(pins) == 6
+
+
 def test_documents_name_make_targets_that_exist() -> None:
     text = "\n".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
     named = set(re.findall(r"^make ([a-z-]+)", text, re.MULTILINE))
