@@ -64,9 +64,9 @@ class Norm:
 
 
 class Layer:
-    """One decoder layer of E experts."""
+    """One decoder layer of E experts; ``rounds`` as StackedLinear's."""
 
-    def __init__(self, layers: Sequence[Any], window: int | None) -> None:
+    def __init__(self, layers: Sequence[Any], window: int | None, *, rounds: bool = False) -> None:
         attentions = [layer.self_attn for layer in layers]
         first = attentions[0]
         self.index = int(first.layer_idx)
@@ -84,10 +84,10 @@ class Layer:
             )
         self._activation = layers[0].mlp.act_fn
         self.linears = (
-            fuse([(m.q_proj, m.k_proj, m.v_proj) for m in attentions]),
-            fuse([(m.o_proj,) for m in attentions]),
-            fuse([(layer.mlp.gate_proj, layer.mlp.up_proj) for layer in layers]),
-            fuse([(layer.mlp.down_proj,) for layer in layers]),
+            fuse([(m.q_proj, m.k_proj, m.v_proj) for m in attentions], rounds=rounds),
+            fuse([(m.o_proj,) for m in attentions], rounds=rounds),
+            fuse([(layer.mlp.gate_proj, layer.mlp.up_proj) for layer in layers], rounds=rounds),
+            fuse([(layer.mlp.down_proj,) for layer in layers], rounds=rounds),
         )
 
     def extended(self, layers: Sequence[Any], count: int) -> Layer:

@@ -26,6 +26,8 @@ class StackedLinear:
         weight: Tensor,
         bias: Tensor | None = None,
         codes: Sequence[Codes | None] | None = None,
+        *,
+        rounds: bool = False,
     ) -> None:
         """Share the weights ``[E, out, in]`` and the bias ``[E, out]`` or None, without a copy.
 
@@ -33,7 +35,9 @@ class StackedLinear:
             weight: of the experts.
             bias: of the experts.
             codes: of the experts' weights as they are; those of later ones are not known.
+            rounds: the product may round weights to 8 bits, which are read in half of the time.
         """
+        self._rounds = rounds
         self.weight = weight
         self.bias = bias
         self._codes = list(codes) if codes is not None else [None] * len(weight)
@@ -53,6 +57,8 @@ class StackedLinear:
     def _pack(self, expert: int, into: PackedWeight | None = None) -> PackedWeight:
         assert self._kernels is not None
         codes, self._codes[expert] = self._codes[expert], None
+        if self._rounds:
+            return self._kernels.pack_rounded(self.weight[expert], self._bias(expert), into)
         return self._kernels.pack(self.weight[expert], self._bias(expert), codes, into)
 
     def _bias(self, expert: int) -> Tensor | None:
@@ -83,12 +89,13 @@ class StackedLinear:
         return self._kernels.multiply(x, self._packed[expert])
 
 
-def fuse(groups: Sequence[Sequence[torch.nn.Linear]]) -> StackedLinear:
+def fuse(groups: Sequence[Sequence[torch.nn.Linear]], *, rounds: bool = False) -> StackedLinear:
     """Fuse linear layers that share their input, for every expert.
 
     Args:
         groups: modules of each expert; their parameters become views into the fused weights, so
             that copying into a module changes them too, once packed.
+        rounds: see StackedLinear.
     """
     sizes = [linear.weight.shape[0] for linear in groups[0]]
     first = groups[0][0].weight
@@ -102,7 +109,7 @@ def fuse(groups: Sequence[Sequence[torch.nn.Linear]]) -> StackedLinear:
             for linear, part in zip(group, torch.split(bias[e], sizes), strict=True):
                 move_parameter(linear.bias, part)
     codes = [concatenated([codes_of(linear.weight) for linear in group]) for group in groups]
-    return StackedLinear(weight, bias, codes)
+    return StackedLinear(weight, bias, codes, rounds=rounds)
 
 
 def move_parameter(parameter: Tensor, storage: Tensor) -> None:

@@ -40,7 +40,8 @@ class _Head:
 class EagleDecoder:
     """The trunks of E drafts of one shape, run together over a KV cache.
 
-    Drafts of one vocabulary share the rows of the head: one product for all of them.
+    Drafts of one vocabulary share the rows of the head: one product for all of them. Where the
+    kernels can, weights are rounded to 8 bits: what a draft proposes need not be exact.
     """
 
     def __init__(self, drafts: Sequence[EagleDraft], capacity: int) -> None:
@@ -62,9 +63,9 @@ class EagleDecoder:
 
     def _fuse_weights(self, drafts: Sequence[EagleDraft]) -> None:
         with restore_on_error(drafts):
-            fused = fuse([(draft.fuse,) for draft in drafts])
+            fused = fuse([(draft.fuse,) for draft in drafts], rounds=True)
             stacked = zip(*(draft.trunk.layers for draft in drafts), strict=True)
-            layers = [Layer(own, None) for own in stacked]
+            layers = [Layer(own, None, rounds=True) for own in stacked]
             norm = Norm([draft.trunk.norm for draft in drafts])
             stack = LayerStack(layers, self._rotary, drafts[0].config.hidden_act)
             fused.pack()

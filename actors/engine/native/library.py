@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.actors.weights.codes import Codes
+from paceline.actors.weights.codes import GROUP, Codes, rounded
 
 logger = logging.getLogger(__name__)
 
@@ -335,20 +335,44 @@ class Kernels:
         self._pack(weight.data_ptr(), size, out, packed.data_ptr())
         return PackedWeight(packed, (out, size), bias, 0)
 
-    def _coded(self, weight: Tensor, codes: Codes) -> Tensor | None:
+    def pack_rounded(
+        self, weight: Tensor, bias: Tensor | None = None, into: PackedWeight | None = None
+    ) -> PackedWeight:
+        """As :meth:`pack`, rounded to codes of 8 bits if the kernels read such."""
+        weight = weight.contiguous()
         out, size = weight.shape
-        nbytes = self._codes_size(size, out, codes.bits) if self._reads_codes else 0
-        if not nbytes:
+        if size % GROUP or not self._codes_bytes(weight, 8):
+            return self.pack(weight, bias, into=into)
+        own = None if into is None or into.bits != 8 else into.packed
+        packed, _ = self._decoded(weight, rounded(weight), own)
+        return PackedWeight(packed, (out, size), bias, 8)
+
+    def _codes_bytes(self, weight: Tensor, bits: int) -> int:
+        out, size = weight.shape
+        return int(self._codes_size(size, out, bits)) if self._reads_codes else 0
+
+    def _coded(self, weight: Tensor, codes: Codes) -> Tensor | None:
+        if not self._codes_bytes(weight, codes.bits):
             return None
-        packed = torch.empty(nbytes, dtype=torch.uint8)
+        packed, exact = self._decoded(weight, codes)
+        return packed if exact else None
+
+    def _decoded(
+        self, weight: Tensor, codes: Codes, into: Tensor | None = None
+    ) -> tuple[Tensor, bool]:
+        """Codes as the kernels read them, and whether they decode to the weight."""
+        out, size = weight.shape
+        packed = into
+        if packed is None:
+            packed = torch.empty(self._codes_bytes(weight, codes.bits), dtype=torch.uint8)
         parts = [
             None if part is None else part.contiguous()
             for part in (codes.codes, codes.scales, codes.mins)
         ]
         pointers = [None if part is None else part.data_ptr() for part in parts]
         shape = (size, out, codes.bits)
-        decoded = self._pack_codes(weight.data_ptr(), *pointers, *shape, packed.data_ptr())
-        return packed if decoded else None
+        exact = self._pack_codes(weight.data_ptr(), *pointers, *shape, packed.data_ptr())
+        return packed, bool(exact)
 
     def multiply(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """``x W^T + bias``, ``[..., in]`` to ``[..., out]``; a row's bits depend on it alone."""

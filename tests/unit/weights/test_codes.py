@@ -69,6 +69,25 @@ def test_codes_that_say_other_weights_are_not_used(bits: int) -> None:
     assert kernels().pack(weight, codes=codes).bits == 0
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+def test_weights_may_be_rounded_to_eight_bits(scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = (scale * torch.randn(50, 96, generator=generator)).bfloat16()
+    weight[3, 32:64] = 0
+    x = torch.randn(5, 96, generator=generator).bfloat16()
+    exact = kernels().multiply(x, kernels().pack(weight)).float()
+    packed = kernels().pack_rounded(weight)
+    assert packed.bits == 8
+    found = kernels().multiply(x, packed).float()
+    assert (found - exact).norm() < 0.01 * exact.norm()
+    again = kernels().pack_rounded(weight * 2, into=packed)
+    assert again.packed is packed.packed
+    assert (kernels().multiply(x, again).float() - 2 * exact).norm() < 0.02 * exact.norm()
+    weight[7, 5] = torch.nan  # a draft of such weights must be noticed
+    assert kernels().multiply(x, kernels().pack_rounded(weight))[:, 7].isnan().all()
+    assert kernels().pack_rounded(weight[:, :50]).bits == 0
+
+
 def test_codes_of_rows_and_of_fused_weights() -> None:
     (first, upper), (second, lower) = quantized(4, 33, 64, 0), quantized(4, 7, 64, 1)
     below = concatenated([first, second])
