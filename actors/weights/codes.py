@@ -61,7 +61,7 @@ def rounded(weight: Tensor) -> Codes:
     """Codes of 8 bits nearest to a weight ``[out, in]``, ``in`` a multiple of the group."""
     groups = weight.to(torch.float32, copy=True).view(len(weight), -1, GROUP)
     scales = (groups.abs().amax(-1) / 127.0).half()
-    # What is too small for a scale in float16 becomes zero; what is not finite stays so by its scale.
+    # What is too small for a float16 scale becomes zero; what is not finite stays so by its scale.
     steps = groups.div_(scales.float().clamp_(min=1e-8)[..., None]).nan_to_num_().round_()
     codes = steps.clamp_(-127.0, 127.0).add_(128.0).to(torch.uint8)
     return Codes(8, codes.flatten(1), scales)
