@@ -134,7 +134,7 @@ test-full: check $(CLIENTS)/.made
 	$(PY) -m pytest -rs tests/distributed
 	$(PY) -m pytest -rs tests/clients
 
-# Other people's clients against the default server (docs/clients.md), two minutes. Their environment
+# Other people's clients against the default server (docs/clients.md), some minutes. Their environment
 # has 2.6 GB: what one of them pins must not decide what Paceline runs on.
 test-clients: setup $(CLIENTS)/.made
 	$(PY) -m pytest -v tests/clients $(ARGS)
