@@ -37,6 +37,11 @@ _LEAVES = st.one_of(
             {"type": "string", "pattern": "^(ab|ba)*x$", "maxLength": 7},
             {"type": "string", "format": "date"},
             {"type": "string", "format": "uuid"},
+            {"type": "string", "format": "time"},
+            {"type": "string", "format": "ipv4"},
+            {"type": "string", "format": "email", "maxLength": 20},
+            {"type": "number", "minimum": -1.5, "exclusiveMaximum": 20},
+            {"type": "integer", "exclusiveMinimum": -3, "maximum": 1000},
             {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 70},
             {"type": ["boolean", "null"]},
         ]
@@ -67,9 +72,27 @@ def _unions(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.builds(lambda schemas: {"anyOf": schemas}, st.lists(parts, min_size=1, max_size=3))
 
 
-# Schemas whose instances are finite: a random model comes to an end.
-SCHEMAS = st.recursive(
+def _defined(part: Any, most: int) -> dict[str, Any]:
+    ref = {"$ref": "#/$defs/part"}
+    pair = {"one": ref, "more": {"type": "array", "items": ref, "maxItems": most}}
+    own = {"type": "object", "properties": pair, "required": ["one"]}
+    return own | {"additionalProperties": False, "$defs": {"part": part}}
+
+
+def _tree(value: Any) -> dict[str, Any]:
+    """Values below each other: a schema that refers to itself."""
+    below = {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 1}
+    own = {"type": "object", "properties": {"below": below, "value": value}}
+    node = own | {"required": ["value"], "additionalProperties": False}
+    return {"$ref": "#/$defs/node", "$defs": {"node": node}}
+
+
+_PLAIN = st.recursive(
     _LEAVES, lambda parts: st.one_of(_objects(parts), _arrays(parts), _unions(parts)), max_leaves=6
+)
+# Schemas of which most instances are short: a random model comes to an end.
+SCHEMAS = st.one_of(
+    _PLAIN, st.builds(_defined, _PLAIN, st.integers(0, 2)), st.builds(_tree, _LEAVES)
 )
 
 OTHERS = st.sampled_from(

@@ -111,7 +111,7 @@ class Proposal:
             return torch.cat([part[:, :steps], filled], dim=1)
 
         device = self.token_ids.device
-        rows, places, tokens = torch.tensor(at, device=device).view(-1, 3).T
+        rows, places, tokens = torch.tensor(at, dtype=torch.int64, device=device).view(-1, 3).T
         token_ids, token_probs = widen(self.token_ids), widen(self.token_probs)
         support_ids, support_probs = widen(self.support_ids), widen(self.support_probs)
         support_ids[rows, places], support_probs[rows, places] = 0, 0.0

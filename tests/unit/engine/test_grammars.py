@@ -18,6 +18,7 @@ from paceline.actors.engine.grammar import GrammarState, allowed_tokens
 
 EOS = 2
 WORDS = LLMatcher.grammar_from_regex("(e|o|en|on){1,3}")
+CODE = LLMatcher.grammar_from_regex("(e[a-c]|o)7(e|o|Q){1,2}")  # forces its second or third token
 PERSON = json_grammar(
     {
         "type": "object",
@@ -32,7 +33,12 @@ PERSON = json_grammar(
 
 
 def masked_law(
-    model: Any, prompt: Sequence[int], answer: Sequence[int], grammar: str, temperature: float
+    model: Any,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    grammar: str,
+    temperature: float,
+    top_p: float = 1.0,
 ) -> dict[int, float]:
     """The law of the next token by definition: mask the target's logits, then sample."""
     state = GrammarState(compiler_of(TOKENIZER), grammar)
@@ -42,18 +48,21 @@ def masked_law(
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *answer]])).logits[0, -1].double()
     probs = torch.softmax(logits[allowed] / temperature, -1)
-    return {token: float(p) for token, p in zip(allowed, probs, strict=True)}
+    ordered, order = probs.sort(descending=True)
+    ordered[ordered.cumsum(0) - ordered >= top_p] = 0
+    ordered /= ordered.sum()
+    return {allowed[i]: float(p) for i, p in zip(order, ordered, strict=True) if p > 0}
 
 
 def law_of_answers(
-    model: Any, prompt: Sequence[int], grammar: str, temperature: float, most: int
+    model: Any, prompt: Sequence[int], grammar: str, most: int, *sampling: float
 ) -> dict[tuple[int, ...], float]:
     """The law of whole answers, or of their first tokens."""
     law: dict[tuple[int, ...], float] = {}
     open_: dict[tuple[int, ...], float] = {(): 1.0}
     while open_:
         before, mass = open_.popitem()
-        for token, p in masked_law(model, prompt, before, grammar, temperature).items():
+        for token, p in masked_law(model, prompt, before, grammar, *sampling).items():
             longer = (*before, token)
             done = token == EOS or len(longer) == most
             target = law if done else open_
@@ -61,8 +70,18 @@ def law_of_answers(
     return law
 
 
-@pytest.mark.parametrize("kind", ["unseeded", "seeded", "mixed"])
-def test_constrained_answers_follow_the_masked_law(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "grammar", "top_p"),
+    [
+        ("unseeded", WORDS, 1.0),
+        ("seeded", WORDS, 1.0),
+        ("mixed", WORDS, 1.0),
+        ("unseeded", CODE, 1.0),
+        ("unseeded", WORDS, 0.8),
+        ("mixed", CODE, 0.9),
+    ],
+)
+def test_constrained_answers_follow_the_masked_law(kind: str, grammar: str, top_p: float) -> None:
     """Chi-square over 3,000 answers beside greedy and unconstrained neighbours."""
     count, prompt, temperature = 3000, [3, 70], 1.5
     engine = make_engine(max_num_seqs=128, seed=5, support=4, initializer_range=0.2)
@@ -71,7 +90,8 @@ def test_constrained_answers_follow_the_masked_law(kind: str) -> None:
         request(
             f"r{i}",
             prompt,
-            grammar=WORDS,
+            grammar=grammar,
+            top_p=top_p,
             draft=("a", "b", "off", "a")[i % 4],
             num_speculative_tokens=(3, 4, None, 2)[i % 4],
             seed=i if kind == "seeded" or (kind == "mixed" and i % 3 == 0) else None,
@@ -80,8 +100,10 @@ def test_constrained_answers_follow_the_masked_law(kind: str) -> None:
         for i in range(count)
     ]
     requests[::40] = [request(f"free{i}", prompt, **common) for i in range(count // 40)]
-    answers = {name: tuple(tokens_of(o)) for name, o in run(engine, requests).items()}
-    law = law_of_answers(tiny_llama(1, initializer_range=0.2), prompt, WORDS, temperature, 4)
+    found = run(engine, requests)
+    answers = {name: tuple(tokens_of(o)) for name, o in found.items()}
+    model = tiny_llama(1, initializer_range=0.2)
+    law = law_of_answers(model, prompt, grammar, 4, temperature, top_p)
     assert sum(law.values()) == pytest.approx(1.0)
     drawn = Counter(tokens for name, tokens in answers.items() if name.startswith("r"))
     assert drawn.total() == count - count // 40
