@@ -126,9 +126,9 @@ class RequestParser:
     async def _parse(
         self, request: Request, parse: Callable[[bytes, str], ParsedRequest]
     ) -> ParsedRequest:
-        body, client = await read_body(request), client_key(request)
+        body, key = await read_body(request), request_key(request)
+        client = client_key(request, key)
         parsed = await off_loop(lambda: parse(body, client), len(body))
-        key = request_key(request)
         return parsed if key is None else _with_key(parsed, key)
 
     def _completion(self, body: bytes, client: str) -> ParsedRequest:
@@ -243,8 +243,13 @@ async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     return bytes(body)
 
 
-def client_key(request: Request) -> str:
-    """The client for per-client limits: its API key if it sends one, else its address."""
+def client_key(request: Request, key: ApiKey | None) -> str:
+    """The client for per-client limits: its API key, however its header is spelled.
+
+    On a server without keys it is what the client says to be authorized by, else its address.
+    """
+    if key is not None:
+        return key.id
     address = request.client.host if request.client is not None else ""
     return request.headers.get("authorization") or address
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from local_ingress import ingress_client
 from tiny_models import save_tiny, tiny_tokenizer
@@ -134,3 +135,26 @@ def test_an_id_tells_keys_apart_and_does_not_give_one_away() -> None:
     assert ids[:2] == ["acme", "beta"]
     assert "guest" not in ids[2]
     assert check_key("Bearer guest's", KEYS).id == ids[2]
+
+
+def test_a_key_has_one_share_however_its_header_is_spelled(
+    target: TargetReplica, folder: Path
+) -> None:
+    async def ask() -> list[int]:
+        door = ingress_client(target, folder, api_keys=KEYS, max_seqs_per_client=1)
+        async with door as http:
+
+            def post(header: str, tokens: int) -> Coroutine[Any, Any, httpx.Response]:
+                headers = {"Authorization": header}
+                body = BODY | {"max_tokens": tokens}
+                return http.post("/v1/completions", json=body, headers=headers)
+
+            long = asyncio.create_task(post("Bearer acme's", 200))
+            while not (await target.status()).running:
+                await asyncio.sleep(0.005)
+            spelled = ("Bearer acme's", "bearer acme's", "BEARER   acme's ", "Bearer beta's")
+            found = [await post(header, 1) for header in spelled]
+            assert (await long).status_code == 200
+            return [answer.status_code for answer in found]
+
+    assert asyncio.run(ask()) == [429, 429, 429, 200]
