@@ -26,6 +26,7 @@ _HEAD = re.compile(
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 _LINE = re.compile(r"(?<=\n)[ \t]*(?=\{)")
 _FIRST_LINE = re.compile(r"\s*(?=\{)")
+_MAX_SPACE = 256  # between a tag and its object: a model may write nothing else for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +247,8 @@ class ToolCallParser:
         start = self._candidate[1]
         while start < len(self._rest) and self._rest[start].isspace():
             start += 1
+            if start - self._candidate[1] > _MAX_SPACE:
+                return self._refuse(pieces, start)
         if self._sent is None and self._is_no_call(start):
             return self._refuse(pieces, max(self._candidate[1], start + (self._rest[start] == "{")))
         if start == len(self._rest):

@@ -127,6 +127,17 @@ def test_a_stream_gives_the_name_first_and_arguments_as_they_come() -> None:
     assert found[at:] == [CallDelta(0, "add", ""), *fragments]
 
 
+def test_a_tag_with_nothing_but_space_behind_it_is_soon_text() -> None:
+    """Or a model that writes spaces for ever would have them read again with each of them."""
+    for space, calls in ((" " * 256, ONE), (" " * 257, [])):
+        text = f"<tool_call>{space}{ADD}"
+        assert collect(pieces(HERMES, list(text))) == whole(HERMES, text)
+        assert whole(HERMES, text) == ("" if calls else text, calls)
+    parser = ToolCallParser(ToolSyntax(HERMES, NAMES))
+    early = [piece for char in "<tool_call>" + " " * 300 for piece in parser.feed(char)]
+    assert "".join(map(str, early)).startswith("<tool_call>")
+
+
 TEXTS = st.text(st.sampled_from('ab \n<>{}"tool_call'), max_size=12).filter(
     lambda text: "{" not in text
 )
