@@ -335,7 +335,9 @@ class ExpertStack:
             if drafted < steps and (kept_lengths(probs[:drafted, :, 0].T, *rule) < drafted).all():
                 break
         ids, probs = ids[:drafted].squeeze(-1).T, probs[:drafted].squeeze(-1).T
-        return ids, probs, torch.minimum(limits, kept_lengths(probs, *rule))
+        counts = torch.minimum(limits, kept_lengths(probs, *rule))
+        most = int(counts.max())  # the target computes every column
+        return ids[:, :most], probs[:, :most], counts
 
     def _replay(self, rows: Sequence[DraftRow], steps: int) -> tuple[Tensor, Tensor] | None:
         """As :meth:`_draft_greedy`, by a recorded graph; None if the runner has none."""

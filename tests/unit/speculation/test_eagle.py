@@ -211,6 +211,7 @@ def test_all_steps_in_one_call_draft_as_one_after_the_other(
     assert len(together) == len(stepwise) > 10
     for ours, theirs in zip(together, stepwise, strict=True):
         assert torch.equal(ours.num_drafted, theirs.num_drafted)
+        assert ours.token_ids.shape == theirs.token_ids.shape
         for row, count in enumerate(ours.num_drafted.tolist()):
             assert torch.equal(ours.token_ids[row, :count], theirs.token_ids[row, :count])
             probs = ours.token_probs[row, :count], theirs.token_probs[row, :count]
