@@ -67,7 +67,11 @@ class SpeculationController:
         """When a row ends its drafts; never if the request has a number of its own."""
         if self._policy is None or sequence.num_speculative_tokens is not None:
             return NEVER
-        return self._policy.early_end(group_of(sequence))
+        try:
+            return self._policy.early_end(group_of(sequence))
+        except Exception:
+            self._log_failure("no early end of drafts was chosen")
+            return NEVER
 
     def max_forced_tokens(self, sequence: RunningSequence) -> int:
         """The most drafted tokens of a round, with those that a grammar forces."""

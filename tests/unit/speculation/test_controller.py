@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 
+import pytest
 from engines import engine_of, request, run, served, tokens_of
 from tiny_models import tiny_llama
 
 from paceline.actors.engine.engine import Engine
 from paceline.actors.speculation.costs import DraftCosts, StepCosts
+from paceline.actors.speculation.early_end import EarlyEnd
 from paceline.actors.speculation.goodput import DraftGroup, GoodputPolicy
 
 CAP, ROWS = 6, 4
@@ -116,3 +118,18 @@ def test_each_draft_has_its_own_k_and_answers_are_the_targets() -> None:
     plain = answered(made()[0], ["off"], 4)
     assert both[::2] == both[1::2] == plain
     assert alone == plain[:1]
+
+
+def test_a_policy_that_cannot_say_where_drafts_end_costs_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_: DraftGroup) -> EarlyEnd:
+        raise ZeroDivisionError
+
+    engine, policy = made()
+    monkeypatch.setattr(policy, "early_end", fails)
+    asked = request("perfect", [5, 9, 40], draft=PERFECT, max_tokens=80, ignore_eos=True)
+    outputs = run(engine, [asked], draft_failures=True)["perfect"]
+    assert [tokens_of(outputs)] == answered(made()[0], ["off"], 1)
+    assert engine.draft_failures > 0
+    assert max(drafted for o in outputs for drafted, _ in o.chunk.rounds) > 0
