@@ -149,6 +149,24 @@ void decode_block(const Weight& weight, int64_t block, Bf16* out) {
   }
 }
 
+// For many rows: decodes some blocks once, for all rows.
+template <int Bits>
+void multiply_decoded(const Product& p, int64_t from, int64_t to) {
+  thread_local std::vector<Bf16> decoded;
+  const int64_t size = packed_block<Bf16>(p.weight.in);
+  decoded.resize(kCached * size);
+  for (int64_t block = from; block < to; block += kCached) {
+    const int64_t end = std::min(to, block + kCached);
+    for (int64_t b = block; b < end; ++b)
+      decode_block<Bits>(p.weight, b, decoded.data() + (b - block) * size);
+    Product own = p;
+    // Where block 0 would lie.
+    const auto first = reinterpret_cast<uintptr_t>(decoded.data()) - block * size * sizeof(Bf16);
+    own.weight.packed = reinterpret_cast<const void*>(first);
+    many_rows<Bf16>(own, block, end);
+  }
+}
+
 inline bool is_tiny(Bf16 x) { return (x.bits & 0x7f80u) == 0; }  // products take it as zero
 
 // Packs codes; returns whether they decode to the weights.
@@ -198,9 +216,16 @@ inline bool pack_codes(const Bf16* weight, const uint8_t* codes, const uint16_t*
                    : pack_coded<8>(weight, codes, scales, mins, in, out, packed);
 }
 
+template <int Bits>
+void multiply_codes_of(const Product& p, int64_t from, int64_t to) {
+  // Fewer rows decode in registers, again for every eight of them.
+  if (p.rows > 3 * kMany) multiply_decoded<Bits>(p, from, to);
+  else multiply_coded_blocks<Bits>(p, from, to);
+}
+
 inline void multiply_codes(const Product& p, int64_t from, int64_t to) {
-  if (p.weight.bits == 4) multiply_coded_blocks<4>(p, from, to);
-  else multiply_coded_blocks<8>(p, from, to);
+  if (p.weight.bits == 4) multiply_codes_of<4>(p, from, to);
+  else multiply_codes_of<8>(p, from, to);
 }
 
 #else  // without the processor's dot product of bfloat16 decoding costs more than it saves

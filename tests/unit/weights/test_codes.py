@@ -48,7 +48,7 @@ def quantized(bits: int, out: int, size: int, seed: int) -> tuple[Codes, Tensor]
     bits=st.sampled_from([4, 8]),
     groups=st.integers(1, 5),
     out=st.integers(1, 90),
-    rows=st.integers(1, 20),
+    rows=st.integers(1, 40),
     seed=st.integers(0, 99),
 )
 def test_products_have_the_bits_of_those_with_the_weights(
