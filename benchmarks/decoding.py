@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -64,6 +64,7 @@ class Answer:
         drafted: of its speculative rounds.
         seconds: processor seconds of the engine since the answer that ended before.
         record: for replay; None of a request that is not stored.
+        rounds: forwards of the target that made it.
     """
 
     key: str
@@ -72,6 +73,7 @@ class Answer:
     drafted: Drafted
     seconds: float
     record: ReplayRecord | None
+    rounds: int = 0
 
 
 def drive(
@@ -99,10 +101,12 @@ def answers(
 ) -> Iterator[Answer]:
     """Yield each answer as it ends, see :func:`drive`; the engine stands still between two."""
     tokens: defaultdict[str, list[int]] = defaultdict(list)
+    rounds: Counter[str] = Counter()
     began = time.process_time()
     for output in drive(engine, requests, in_flight):
         key, chunk, stats = output.request_id, output.chunk, output.chunk.speculative
         tokens[key].extend(chunk.token_ids)
+        rounds[key] += 1
         if chunk.finish_reason is None:
             continue
         drafted = Drafted(drafted=0)
@@ -110,17 +114,19 @@ def answers(
             sums = stats.num_spec_steps, stats.num_accepted_draft_tokens
             drafted = Drafted(*sums, stats.num_draft_tokens)
         own, seconds = tuple(tokens.pop(key)), time.process_time() - began
-        yield Answer(key, own, chunk.finish_reason, drafted, seconds, output.record)
+        made = chunk.finish_reason, drafted, seconds, output.record, rounds.pop(key)
+        yield Answer(key, own, *made)
         began = time.process_time()
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a block: output tokens per prompt, seconds, what drafts did."""
+    """One run of a block: output tokens per prompt, seconds, what drafts did, rounds."""
 
     outputs: list[list[int]]
     seconds: float
     drafted: Drafted = field(default_factory=Drafted)
+    rounds: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -149,6 +155,7 @@ class Served:
         k: tokens drafted per round; None leaves it to the engine.
         draft_of: prompt to its draft.
         clock: seconds of a run; on one thread processor seconds depend less on neighbours.
+        grammar: of the answers; empty allows every text.
     """
 
     def __init__(
@@ -158,9 +165,11 @@ class Served:
         k: int | None,
         draft_of: Callable[[Prompt], str] = lambda prompt: prompt.topic,
         clock: Callable[[], float] = time.perf_counter,
+        grammar: str = "",
     ) -> None:
         self.name = name
         self._engine, self._k, self._draft_of, self._clock = engine, k, draft_of, clock
+        self._grammar = grammar
         self._ids = itertools.count()
 
     def run(
@@ -177,6 +186,7 @@ class Served:
                 draft=self._draft_of(prompt),
                 num_speculative_tokens=self._k,
                 store=False,
+                grammar=self._grammar,
             )
             for prompt in prompts
         ]
@@ -186,7 +196,8 @@ class Served:
         drafted = Drafted(drafted=0)
         for answer in found.values():
             drafted.add(answer.drafted)
-        return Run([list(found[r.request_id].token_ids) for r in requests], seconds, drafted)
+        outputs = [list(found[r.request_id].token_ids) for r in requests]
+        return Run(outputs, seconds, drafted, sum(answer.rounds for answer in found.values()))
 
 
 @dataclass(frozen=True, slots=True)

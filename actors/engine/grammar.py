@@ -145,6 +145,22 @@ class GrammarState:
         self.eos_token_ids = compiler.eos_token_ids
         self._compiler, self._grammar = compiler, grammar
         self._answer: list[int] = []
+        self._restarted_at = -1  # tokens of the answer
+        try:
+            self._start()
+        except _MatcherFailedError as error:
+            self._restart(error)
+
+    def _restart(self, error: _MatcherFailedError) -> None:
+        """Start with a lexer that has seen no other text, at which the matcher may have failed.
+
+        Raises:
+            GrammarError: it fails again, or the error came after a restart at this token.
+        """
+        if self._restarted_at == len(self._answer):
+            raise error
+        self._restarted_at = len(self._answer)
+        self._compiler.forget(self._grammar, self._shared)
         self._start()
 
     def _start(self) -> None:
@@ -176,9 +192,8 @@ class GrammarState:
                 del self._path[0], self._masks[0]
             else:
                 self._path, self._masks = [], [_mask(self._matcher)]
-        except _MatcherFailedError:  # perhaps because its lexer has grown with other answers
-            self._compiler.forget(self._grammar, self._shared)
-            self._start()
+        except _MatcherFailedError as error:
+            self._restart(error)
 
     def mask(self, path: Sequence[int]) -> Mask:
         """Return the tokens that may follow a path.
@@ -187,6 +202,13 @@ class GrammarState:
             GrammarError: the grammar forbids a token of it or allows none behind it, or is too
                 complex; other paths are not affected.
         """
+        try:
+            return self._mask_behind(path)
+        except _MatcherFailedError as error:
+            self._restart(error)
+            return self._mask_behind(path)
+
+    def _mask_behind(self, path: Sequence[int]) -> Mask:
         known = 0
         while known < min(len(path), len(self._path)) and path[known] == self._path[known]:
             known += 1

@@ -147,7 +147,7 @@ class Recorder:
         count = len(output)
         sampling = request.sampling
         processed = None
-        if self._processed and not sampling.greedy:
+        if self._processed and not sampling.greedy and not request.grammar:
             processed = np.concatenate(self._processed)[:count]
         return ReplayRecord(
             request_id=request.request_id,

@@ -131,7 +131,8 @@ class ReplayRecord:
         accepted: int8 ``[N]``, 1 accepted, 0 rejected, -1 not drafted.
         draft_logprobs: float16 ``[N]``, log q of the drafted token, nan if none.
         processed_top_probs: float16 ``[N, K]``, p after temperature, top_k and top_p at
-            ``target_top_ids``; None for a greedy request.
+            ``target_top_ids``; None for a greedy request, and for a constrained one, which samples
+            from what its grammar leaves.
         branch_positions: int32 ``[R]``, ascending, the rejected positions that have a branch;
             None, like all of ``branch_*``, if none was recorded.
         branch_lengths: int32 ``[R]``, tokens of each branch, at least 1.

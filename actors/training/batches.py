@@ -37,7 +37,8 @@ class Batch:
         top_logprobs: float32 ``[N, K]``.
         tail_mass: float32 ``[N]``.
         processed_probs: float32 ``[N, K]``, of the distribution that was sampled; for a greedy
-            request the T = 1 probabilities.
+            request the T = 1 probabilities, for a constrained one those at its temperature, with
+            the tail at T = 1.
         temperature: float32 ``[N]``, 0 is greedy.
         accepted: int64 ``[N]``, 1 accepted, 0 rejected, -1 not drafted; in a branch -1.
         branch: bool ``[N]``, whether the position is behind a rejected token, see branches.py.
@@ -374,8 +375,14 @@ def _tail(
 def _processed(record: ReplayRecord) -> NDArray[Any]:
     if record.processed_top_probs is not None:
         return record.processed_top_probs
-    probs: NDArray[Any] = np.exp(record.target_top_logprobs.astype(np.float32))
-    return probs
+    logprobs = record.target_top_logprobs.astype(np.float32)
+    probs: NDArray[Any] = np.exp(logprobs)
+    if record.temperature in (0.0, 1.0):
+        return probs
+    # Relative to the first token, of which a low temperature leaves nothing to underflow.
+    odds = np.exp((logprobs - logprobs[:, :1]) / record.temperature)
+    scaled: NDArray[Any] = odds / (odds.sum(-1) + record.target_tail_mass / probs[:, 0])[:, None]
+    return scaled
 
 
 def _stacked(parts: Sequence[dict[str, NDArray[Any]]], name: str) -> Tensor:

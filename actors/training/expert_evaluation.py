@@ -37,9 +37,10 @@ def acceptance(logits: Tensor, batch: Batch, draft_top_k: int) -> Tensor:
     """Probability that a served draft's token is accepted, per emitted position.
 
     The draft is truncated to its ``draft_top_k`` most probable tokens and renormalised, as in
-    serving. A greedy position is 1 if the draft's best token is the target's. A sampled one is the
-    sum over the recorded tokens of min(p, q) at the request's temperature, a lower bound: the tail
-    is left out, and q is not truncated by top_p and top_k.
+    serving. A greedy position is 1 if the draft's best token is the target's, which was not emitted
+    where a grammar forbids it. A sampled one is the sum over the recorded tokens of min(p, q) at
+    the request's temperature, a lower bound: the tail is left out, and q is not truncated by top_p
+    and top_k.
 
     Args:
         logits: float ``[N, V]``.
@@ -51,7 +52,7 @@ def acceptance(logits: Tensor, batch: Batch, draft_top_k: int) -> Tensor:
     """
     scores = logits.float()
     greedy = batch.temperature == 0.0
-    agrees = (scores.argmax(dim=-1) == batch.output_ids).float()
+    agrees = (scores.argmax(dim=-1) == batch.top_ids[:, 0]).float()
     if bool(greedy.all()):
         return agrees
     temperature = torch.where(greedy, 1.0, batch.temperature)

@@ -9,6 +9,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +102,7 @@ class Grammars:
         self._eos = sorted(eos_token_ids)
         self._worker: subprocess.Popen[str] | None = None
         self._results: OrderedDict[str, dict[str, str]] = OrderedDict()
+        self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "paceline-grammars")  # the event loop must not wait
 
     async def compile(self, source: GrammarSource) -> str:
@@ -109,14 +111,10 @@ class Grammars:
         Raises:
             ApiError: 400 with the reason if it is invalid or too complex.
         """
-        result = self._results.get(source.line)
+        result = self._known(source.line)
         if result is None:
             loop = asyncio.get_running_loop()
             result = await loop.run_in_executor(self._thread, self._compile, source.line)
-            self._results[source.line] = result
-            if len(self._results) > _CACHED:
-                self._results.popitem(last=False)
-        self._results.move_to_end(source.line)
         if "error" in result:
             raise invalid_value(source.param, result["error"].rstrip("."))
         return result["grammar"]
@@ -126,14 +124,28 @@ class Grammars:
         self._thread.submit(self._stop).result()
         self._thread.shutdown()
 
+    def _known(self, line: str) -> dict[str, str] | None:
+        with self._lock:
+            result = self._results.get(line)
+            if result is not None:
+                self._results.move_to_end(line)
+            return result
+
     def _compile(self, line: str) -> dict[str, str]:
         """Have the worker try out a source; a new worker is started if that ended it."""
+        known = self._known(line)
+        if known is not None:  # since a request before this one
+            return known
         worker = self._worker or self._start()
         result = self._ask(worker, line, _TIMEOUT_S)
         if result is None:
             logger.warning("a grammar took too much time or memory")
             self._stop()
-            return {"error": "it takes too much time or memory"}
+            result = {"error": "it takes too much time or memory"}
+        with self._lock:
+            self._results[line] = result
+            if len(self._results) > _CACHED:
+                self._results.popitem(last=False)
         return result
 
     def _start(self) -> subprocess.Popen[str]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -105,6 +106,32 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(
     assert raised.value.body["param"] == param
     assert raised.value.body["message"]
     assert chat(client, extra_body={"structured_outputs": {"choice": ["x"]}}) == "x"
+
+
+def test_others_are_answered_while_grammars_explode(client: openai.OpenAI) -> None:
+    """Three that take all of their two seconds, one after the other."""
+
+    def explode(count: int) -> int:
+        parts = [f"/(.*[a-z]){{{i}}}[0-9]*{i}.*/" for i in range(count)]
+        lark = "start: A\nA: " + " & ".join(parts)
+        with pytest.raises(openai.BadRequestError, match="too much time or memory") as raised:
+            chat(client, extra_body={"structured_outputs": {"grammar": lark}})
+        return raised.value.status_code
+
+    chat(client, response_format=FORMAT)  # known from here on
+    with ThreadPoolExecutor(3) as threads:
+        exploding = [threads.submit(explode, count) for count in (60, 61, 62)]
+        for _ in range(3):
+            chat(client, response_format=FORMAT)
+            client.completions.create(model=MODEL, prompt="a", max_tokens=8)
+        assert not all(each.done() for each in exploding)
+        assert [each.result() for each in exploding] == [400, 400, 400]
+
+
+def test_a_schema_of_ten_megabytes_is_not_read(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as raised:
+        chat(client, extra_body={"structured_outputs": {"json": {"description": "x" * 10**7}}})
+    assert raised.value.status_code == 413
 
 
 def test_two_constraints_are_refused(client: openai.OpenAI) -> None:
