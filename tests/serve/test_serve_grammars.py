@@ -83,6 +83,20 @@ def test_vllms_constraints_at_both_endpoints(client: openai.OpenAI) -> None:
         model=MODEL, prompt="A number: ", max_tokens=30, temperature=0, extra_body=regex
     )
     assert re.fullmatch("[a-c]{3}-[0-9]{2}", completion.choices[0].text)
+    several = client.completions.create(
+        model=MODEL,
+        prompt="A number: ",
+        max_tokens=30,
+        n=3,
+        temperature=1.5,
+        seed=1,
+        echo=True,
+        logprobs=1,
+        extra_body=regex,
+    )
+    texts = [choice.text for choice in several.choices]
+    assert len(set(texts)) > 1
+    assert all(re.fullmatch("A number: [a-c]{3}-[0-9]{2}", text) for text in texts)
     grammar = {"structured_outputs": {"grammar": 'start: "yes" | "no"'}}
     assert chat(client, extra_body=grammar) in {"yes", "no"}
 

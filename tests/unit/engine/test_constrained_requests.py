@@ -28,7 +28,7 @@ GRAMMARS = {
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.1, "seed": 6},
-    "filtered": {"temperature": 0.9, "seed": 7, "top_p": 0.8, "logprobs": 2},
+    "filtered": {"temperature": 0.9, "seed": 7, "top_p": 0.8, "prompt_logprobs": 1},
     "penalised": {"frequency_penalty": 0.7, "repetition_penalty": 1.2, "logit_bias": ((9, 3.0),)},
 }
 
