@@ -63,7 +63,7 @@ PARTS = {
     "shard": 2,
     "trainer": 1,
 }
-REQUESTS, AT_ONCE, MAX_TOKENS = 16, 8, 48
+REQUESTS, AT_ONCE, MAX_TOKENS = 16, 8, 144
 
 
 @pytest.fixture(scope="module")
