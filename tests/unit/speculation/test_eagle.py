@@ -18,8 +18,10 @@ from training_records import learn
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.engine.native.library import kernels_for
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.speculation.colocated import ColocatedProposer
+from paceline.actors.speculation.controller import SpeculationController
 from paceline.actors.speculation.eagle import EagleDecoder, EagleRunner, EagleStack, kept_hidden
 from paceline.actors.speculation.early_end import NEVER, EarlyEnd, kept_lengths
 from paceline.actors.speculation.pending_updates import AddExpert, SwapWeights
@@ -82,14 +84,18 @@ def draft(target: Path) -> Path:
 
 
 def eagle_engine(
-    target: Path, drafts: dict[str, Path], draft_chunk: int = 8, **more: Any
+    target: Path,
+    drafts: dict[str, Path],
+    draft_chunk: int = 8,
+    dtype: torch.dtype = torch.float32,
+    **more: Any,
 ) -> Engine:
-    model = load_causal_lm(target, torch.float32, DEVICE)
+    model = load_causal_lm(target, dtype, DEVICE)
     rows = more.get("max_num_seqs", 4)
 
     def beside(runner: ModelRunner) -> list[EagleStack]:
         loaded = [
-            (name, load_draft(path, target, torch.float32, DEVICE).eval().requires_grad_(False))
+            (name, load_draft(path, target, dtype, DEVICE).eval().requires_grad_(False))
             for name, path in drafts.items()
         ]
         names, models = zip(*loaded, strict=True)
@@ -218,6 +224,49 @@ def test_all_steps_in_one_call_draft_as_one_after_the_other(
             torch.testing.assert_close(*probs, rtol=1e-4, atol=1e-6)
     lengths = {n for p in together for n in p.num_drafted.tolist()}
     assert max(lengths) in longest
+
+
+@pytest.mark.parametrize("positions", [None, 160])
+def test_in_bfloat16_no_draft_changes_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, positions: int | None
+) -> None:
+    """Weights in 8 bits, a draft that is broken, answers to the last position, blocks for few."""
+    if kernels_for(torch.device("cpu"), torch.bfloat16) is None:
+        pytest.skip("no C++ compiler: bits depend on the batch")
+    target = save_target(tmp_path / "target", hidden=128)
+    folders: dict[str, Path] = {}
+    for name, vocabulary in (
+        ("a", SMALL),
+        ("b", torch.arange(124, dtype=torch.int32)),
+        ("c", SMALL),
+    ):
+        draft, folders[name] = new_draft(target, vocabulary=vocabulary), tmp_path / name
+        torch.nn.init.normal_(draft.fuse.weight, std=0.1)
+        if name == "b":
+            draft.fuse.weight.data[0, 0] = torch.nan
+        save_draft(draft, folders[name])
+    monkeypatch.setattr(SpeculationController, "early_end", lambda *_: EarlyEnd(0.05))
+    asked_for = [
+        request(
+            f"{i}",
+            [(7 * i + 5 * at) % 290 + 3 for at in range(length)],
+            max_tokens=MAX_LEN - length,
+            ignore_eos=True,
+            draft="acab"[i % 4],
+        )
+        for i, length in enumerate((20, 2, 1, 31, 80, 60, 5, 90))
+    ]
+    found = []
+    for k in (7, 0):
+        engine = eagle_engine(
+            target, folders, 64, torch.bfloat16, k=k, draft_positions=positions, kv_positions=192
+        )
+        outputs = run(engine, asked_for, draft_failures=True)
+        found.append({name: tokens_of(own) for name, own in outputs.items()})
+        drafted = {n for own in outputs.values() for o in own for n, _ in o.chunk.rounds}
+        assert max(drafted, default=0) == k
+        assert (engine.draft_failures > 0) == (k > 0)
+    assert found[0] == found[1]
 
 
 def test_a_row_ends_before_the_token_that_would_hardly_be_accepted() -> None:
