@@ -146,6 +146,7 @@ class GrammarState:
         self._compiler, self._grammar = compiler, grammar
         self._answer: list[int] = []
         self._restarted_at = -1  # tokens of the answer
+        self._shared = compiler.compile(grammar)
         try:
             self._start()
         except _MatcherFailedError as error:
@@ -161,11 +162,11 @@ class GrammarState:
             raise error
         self._restarted_at = len(self._answer)
         self._compiler.forget(self._grammar, self._shared)
+        self._shared = self._compiler.compile(self._grammar)
         self._start()
 
     def _start(self) -> None:
         """Make a matcher, and bring it to the end of the answer."""
-        self._shared = self._compiler.compile(self._grammar)
         self._matcher = self._shared.deep_copy()
         self._matcher.consume_tokens(self._answer)
         _check(self._matcher)

@@ -70,7 +70,7 @@ def test_a_trainer_on_hosts_of_its_own_minds_no_load_but_the_configured_one() ->
 
 @pytest.mark.parametrize(
     ("cores", "chosen", "requests"),
-    [(2, "auto", 0), (3, "auto", 4), (8, "auto", 4), (2, 0.5, 8), (8, 0.0, 0)],
+    [(2, "auto", 0), (3, "auto", 0), (4, "auto", 4), (8, "auto", 4), (2, 0.5, 8), (8, 0.0, 0)],
 )
 def test_on_one_machine_training_runs_beside_requests_only_where_a_core_is_left(
     cores: int, chosen: Any, requests: int
