@@ -8,7 +8,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_SKIP = {".git", ".venv", ".typing", ".cache", "out", "build", "dist", "__pycache__"}
+_SKIP = {
+    ".git",
+    ".venv",
+    ".venv-clients",
+    ".typing",
+    ".cache",
+    "out",
+    "build",
+    "dist",
+    "__pycache__",
+}
 
 
 def build_wheel(folder: Path) -> Path:
