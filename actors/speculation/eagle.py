@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,6 +138,11 @@ class EagleDecoder:
         last = layout.to_rows(self._norm.of_sum(x, delta, layout, self._stack.kernels))
         return self._logits(last, layout.expert_of_row), last
 
+    @property
+    def rolls_out(self) -> bool:
+        """Whether there are kernels for :meth:`rollout`."""
+        return self._stack.kernels is not None
+
     def rollout(
         self,
         token_ids: Tensor,
@@ -145,14 +151,13 @@ class EagleDecoder:
         before: Tensor,
         limits: Tensor,
         ends: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Draft the most probable tokens in one call of the kernels; None without them.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draft the most probable tokens in one call of the kernels, if it ``rolls_out``.
 
         See :meth:`with_hidden` and Kernels.rollout.
         """
         kernels = self._stack.kernels
-        if kernels is None:
-            return None
+        assert kernels is not None
         plans = [self._plan(expert) for expert in layout.experts]
         trunk = self._stack.plan(step, layout)
         embedding = self._ends.embedding
@@ -190,6 +195,26 @@ class EagleDecoder:
         return like.new_full((rows, 1, self.vocab_size), -torch.inf)
 
 
+class _Inputs(NamedTuple):
+    """What drafts compute: T tokens of B rows; see ModelRunner.forward.
+
+    Attributes:
+        rows: B rows.
+        token_ids: int64 ``[B, T]``.
+        hidden: ``[B, T, H]``, hidden states of the positions before.
+        positions: int64 ``[B, T]``.
+        span: 1 + the largest position that any row reads.
+        layout: drafts of the rows.
+    """
+
+    rows: Sequence[int]
+    token_ids: Tensor
+    hidden: Tensor
+    positions: Tensor
+    span: int
+    layout: ExpertLayout
+
+
 class EagleRunner(ModelRunner):
     """Runs E drafts, which also read hidden states."""
 
@@ -201,33 +226,19 @@ class EagleRunner(ModelRunner):
 
     @torch.inference_mode()
     def draft_greedy(
-        self,
-        rows: Sequence[int],
-        token_ids: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        span: int,
-        layout: ExpertLayout,
-        limits: Tensor,
-        ends: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Draft from T tokens of B rows; see ModelRunner.forward and EagleDecoder.rollout."""
-        context = self._step(rows, positions, span)
-        return self.decoder.rollout(token_ids, context, layout, hidden, limits, ends)
+        self, inputs: _Inputs, limits: Tensor, ends: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Draft the most probable tokens behind the inputs; see EagleDecoder.rollout."""
+        context = self._step(inputs.rows, inputs.positions, inputs.span)
+        given = inputs.token_ids, context, inputs.layout, inputs.hidden
+        return self.decoder.rollout(*given, limits, ends)
 
     @torch.inference_mode()
-    def step(
-        self,
-        rows: Sequence[int],
-        token_ids: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        span: int,
-        layout: ExpertLayout,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute T tokens of B rows; see ModelRunner.forward and EagleDecoder.with_hidden."""
-        context = self._step(rows, positions, span)
-        return self.decoder.with_hidden(token_ids, context, layout, before=hidden)
+    def step(self, inputs: _Inputs) -> tuple[Tensor, Tensor]:
+        """Compute the inputs; see EagleDecoder.with_hidden."""
+        context = self._step(inputs.rows, inputs.positions, inputs.span)
+        given = inputs.token_ids, context, inputs.layout
+        return self.decoder.with_hidden(*given, before=inputs.hidden)
 
 
 class EagleStack(ExpertStack):
@@ -266,73 +277,62 @@ class EagleStack(ExpertStack):
     def _prefill_forward(self, part: Sequence[tuple[DraftRow, int, int]]) -> None:
         width = max(end - start for _, start, end in part)
         starts = [end - width for _, _, end in part]
-        self._compute([row for row, _, _ in part], starts, width)
+        self._eagles.step(self._inputs([row for row, _, _ in part], starts, width))
 
-    def _compute(
-        self, rows: Sequence[DraftRow], starts: Sequence[int], width: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute ``width`` tokens of each row with the target's hidden states.
-
-        Returns:
-            logits and hidden state of the last token, see EagleDecoder, and the positions.
-        """
-        tokens, positions, hidden = self._inputs(rows, starts, width)
-        kv_rows = [self._table.row(row.request_id) for row in rows]
-        span, layout = max(starts) + width, self._batch_layout(rows)
-        logits, last = self._eagles.step(kv_rows, tokens, hidden, positions, span, layout)
-        return logits, last, positions
-
-    def _inputs(
-        self, rows: Sequence[DraftRow], starts: Sequence[int], width: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and positions int64 ``[B, T]``, and hidden states ``[B, T, H]`` before them.
+    def _inputs(self, rows: Sequence[DraftRow], starts: Sequence[int], width: int) -> _Inputs:
+        """``width`` tokens of each row with the target's hidden states.
 
         Positions before the first repeat that one: the same write, done again.
         """
         places = [[max(start + i, 0) for i in range(width)] for start in starts]
         tokens = [[row.tokens[at] for at in own] for row, own in zip(rows, places, strict=True)]
         given = device_tensor([tokens, places], self._eagles.device)
-        return given[0], given[1], self._read_hidden(rows, given[1] - 1)
+        return _Inputs(
+            [self._table.row(row.request_id) for row in rows],
+            given[0],
+            self._read_hidden(rows, given[1] - 1),
+            given[1],
+            max(starts) + width,
+            self._batch_layout(rows),
+        )
 
-    def _uncomputed(self, rows: Sequence[DraftRow]) -> int:
-        """The most tokens that a row has which its draft has not computed, at least 1."""
+    def _last_inputs(self, rows: Sequence[DraftRow]) -> _Inputs:
+        """The tokens that the rows' drafts have not computed, at least the last."""
         states = [self._sequences[row.request_id] for row in rows]
-        return max(1, *(len(r.tokens) - s.num_computed for r, s in zip(rows, states, strict=True)))
+        lags = [len(r.tokens) - s.num_computed for r, s in zip(rows, states, strict=True)]
+        width = max(1, *lags)
+        return self._inputs(rows, [len(row.tokens) - width for row in rows], width)
 
     def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor, Tensor]:
-        width, most = self._uncomputed(rows), max(row.num_draft_tokens for row in rows)
-        starts = [len(row.tokens) - width for row in rows]
-        tokens, positions, hidden = self._inputs(rows, starts, width)
-        drafted = self._eagles.draft_greedy(
-            [self._table.row(row.request_id) for row in rows],
-            tokens,
-            hidden,
-            positions,
-            max(len(row.tokens) for row in rows) + most - 1,
-            self._batch_layout(rows),
+        if not self._eagles.decoder.rolls_out:
+            return super()._draft_greedy(rows)
+        inputs, most = self._last_inputs(rows), max(row.num_draft_tokens for row in rows)
+        return self._eagles.draft_greedy(
+            inputs._replace(span=inputs.span + most - 1),
             torch.tensor([row.num_draft_tokens for row in rows]),
             early_ends(rows, self._eagles.device),
         )
-        return super()._draft_greedy(rows) if drafted is None else drafted
 
     def _step_forward(
         self, rows: Sequence[DraftRow], steps: int
     ) -> Callable[[Tensor | None], Tensor]:
         del steps
-        width = self._uncomputed(rows)
-        kv_rows = [self._table.row(row.request_id) for row in rows]
-        layout, span = self._batch_layout(rows), max(len(row.tokens) for row in rows)
-        hidden = position = torch.empty(0)
+        inputs: _Inputs | None = None
+        hidden = torch.empty(0)
 
         def forward(drafted: Tensor | None) -> Tensor:
-            nonlocal hidden, position, span
+            nonlocal inputs, hidden
             if drafted is None:
-                starts = [len(row.tokens) - width for row in rows]
-                logits, hidden, places = self._compute(rows, starts, width)
-                position = places[:, -1:]
-                return logits
-            position, span = position + 1, span + 1
-            logits, hidden = self._eagles.step(kv_rows, drafted, hidden, position, span, layout)
+                inputs = self._last_inputs(rows)
+            else:
+                assert inputs is not None
+                inputs = inputs._replace(
+                    token_ids=drafted,
+                    hidden=hidden,
+                    positions=inputs.positions[:, -1:] + 1,
+                    span=inputs.span + 1,
+                )
+            logits, hidden = self._eagles.step(inputs)
             return logits
 
         return forward

@@ -212,7 +212,7 @@ def test_all_steps_in_one_call_draft_as_one_after_the_other(
             patch.setattr(ColocatedProposer, "propose", propose)
             run(engine, [dataclasses.replace(r, draft="abca"[i]) for i, r in enumerate(asked())])
         found.append(proposals)
-        monkeypatch.setattr(EagleDecoder, "rollout", lambda *_: None)
+        monkeypatch.setattr(EagleDecoder, "rolls_out", False)
     together, stepwise = found
     assert len(together) == len(stepwise) > 10
     for ours, theirs in zip(together, stepwise, strict=True):
