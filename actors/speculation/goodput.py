@@ -16,6 +16,7 @@ all drafting groups share one k; the choice is k and the groups that draft.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,10 +123,7 @@ class AcceptanceEstimate:
 
     def discounted_copy(self) -> AcceptanceEstimate:
         """A weak prior for the counterpart of this group."""
-        other = AcceptanceEstimate(self.positions)
-        other.hits, other.trials = list(self.hits), list(self.trials)
-        other.drawn, other.offers = list(self.drawn), list(self.offers)
-        other.confident = [list(own) for own in self.confident]
+        other = copy.deepcopy(self)
         other.discount()
         return other
 

@@ -41,6 +41,9 @@ from paceline.deploy.errors import CLIENT_GONE, ApiError, invalid_value
 
 MAX_BODY_BYTES = 8 * 2**20
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+# What each endpoint of conversations calls messages, the answer's format, and a schema in there.
+_CHAT_FIELDS = ("messages", "response_format", "response_format.json_schema.schema")
+_RESPONSES_FIELDS = ("input", "text.format", "text.format.schema")
 DRAFT_AUTO = "auto"
 DRAFT_OFF = "off"
 # Below this temperature the likeliest token has all the mass that float32 can tell apart, and
@@ -153,26 +156,51 @@ class RequestParser:
     def _chat(self, body: bytes, client: str) -> ParsedRequest:
         options = parse_options(body, ChatCompletionRequest, self._model_name)
         options = with_defaults(options, self._defaults)
+        length = requested_max_tokens(options)
+        capped = length[1] == "max_completion_tokens" and not chose_length(options)
+        return self._conversation(options, client, length, capped=capped)
+
+    def _responses(self, body: bytes, client: str) -> ParsedRequest:
+        asked = parse_options(body, ResponsesRequest, self._model_name)
+        asked = with_defaults(asked, self._defaults)
+        options = asked.chat_options()
+        length = asked.max_output_tokens, "max_output_tokens"
+        capped = not chose_length(options)
+        return self._conversation(options, client, length, capped=capped, responses=asked)
+
+    def _conversation(
+        self,
+        options: ChatCompletionRequest,
+        client: str,
+        length: tuple[int | None, str],
+        *,
+        capped: bool,
+        responses: ResponsesRequest | None = None,
+    ) -> ParsedRequest:
+        """A request of messages; errors name the fields of its own endpoint.
+
+        Args:
+            options: as of ``/v1/chat/completions``.
+            client: see `client_key`.
+            length: the most tokens of an answer, and the field that says them.
+            capped: see `resolve_max_tokens`.
+            responses: the request as ``/v1/responses`` got it.
+        """
+        messages, text_format, schema = _CHAT_FIELDS if responses is None else _RESPONSES_FIELDS
         tools = request_tools(options, self._encoder.template_tools)
-        prompt = self._encoder.encode_chat(options.messages, options, tools=tools.tools)
-        max_tokens, field = requested_max_tokens(options)
+        prompt = self._encoder.encode_chat(options.messages, options, messages, tools.tools)
         limit = resolve_max_tokens(
-            max_tokens,
-            field,
-            len(prompt),
-            self._context_length,
-            "messages",
-            capped=field == "max_completion_tokens" and not chose_length(options),
+            *length, len(prompt), self._context_length, messages, capped=capped
         )
-        text = last_user_message(options.messages)
         return ParsedRequest(
             self._shows_calls(options, tools),
             [prompt],
-            [text],
+            [last_user_message(options.messages)],
             [limit],
             chat=True,
             client=client,
-            grammar=grammar_source(options, tools=tools),
+            grammar=grammar_source(options, text_format, schema, tools),
+            responses=responses,
             tools=tools.syntax,
         )
 
@@ -182,33 +210,6 @@ class RequestParser:
         if tools.syntax is None or not tools.template.special:
             return options
         return options.model_copy(update={"skip_special_tokens": False})
-
-    def _responses(self, body: bytes, client: str) -> ParsedRequest:
-        asked = parse_options(body, ResponsesRequest, self._model_name)
-        asked = with_defaults(asked, self._defaults)
-        options = asked.chat_options()
-        tools = request_tools(options, self._encoder.template_tools)
-        prompt = self._encoder.encode_chat(options.messages, options, "input", tools.tools)
-        limit = resolve_max_tokens(
-            asked.max_output_tokens,
-            "max_output_tokens",
-            len(prompt),
-            self._context_length,
-            "input",
-            capped=not chose_length(options),
-        )
-        text = last_user_message(options.messages)
-        return ParsedRequest(
-            self._shows_calls(options, tools),
-            [prompt],
-            [text],
-            [limit],
-            chat=True,
-            client=client,
-            grammar=grammar_source(options, "text.format", "text.format.schema", tools),
-            responses=asked,
-            tools=tools.syntax,
-        )
 
 
 def _with_key(parsed: ParsedRequest, key: ApiKey) -> ParsedRequest:
