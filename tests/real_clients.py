@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import yaml
 from free_ports import find_port
+from serve_process import COMMAND, below_of, read_until
 
 BIN = Path(__file__).parents[1] / ".venv-clients" / "bin"
 SCRIPTS = Path(__file__).parent / "clients"
@@ -80,32 +79,22 @@ def serving(folder: Path, **keys: Any) -> Iterator[Server]:
     if environment.get("PACELINE_CACHE_DIR") == os.devnull:
         del environment["PACELINE_CACHE_DIR"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline.deploy.cli.main", "serve", str(config)],
+        [*COMMAND, str(config)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=environment,
     )
     try:
-        target = _TARGET.search(_read_banner(process))
+        target = _TARGET.search(read_until(process, _BANNER_ENDS))
         assert target is not None
         yield Server(f"http://127.0.0.1:{port}", Path(target[1]))
     finally:
         _end(process)
 
 
-def _read_banner(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if _BANNER_ENDS in line:
-            return "".join(lines)
-    raise AssertionError("ended early: " + "".join(lines))
-
-
 def _end(process: subprocess.Popen[str]) -> None:
-    below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    below = below_of(process) if process.poll() is None else []
     process.send_signal(signal.SIGINT)
     try:
         process.wait(timeout=60)

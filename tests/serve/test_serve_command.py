@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +16,13 @@ import psutil
 import pytest
 import torch
 import yaml
+from serve_process import COMMAND, below_of, read_until
 from tiny_models import tiny_llama, tiny_tokenizer
 
 from paceline.deploy.config.config import PacelineConfig
 
 pytestmark = pytest.mark.cluster
 
-COMMAND = [sys.executable, "-m", "paceline.deploy.cli.main", "serve"]
 Write = Callable[..., Path]
 
 
@@ -61,22 +60,6 @@ def serving(config: Path, **options: Any) -> Iterator["subprocess.Popen[str]"]:
             for below in [*below_of(process), psutil.Process(process.pid)]:
                 below.kill()
             process.wait()
-
-
-def below_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """Every process that the command has started, however far down."""
-    return psutil.Process(process.pid).children(recursive=True)
-
-
-def read_until(process: "subprocess.Popen[str]", text: str) -> str:
-    """The output up to a line with the text."""
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if text in line:
-            return "".join(lines)
-    raise AssertionError("ended early: " + "".join(lines))
 
 
 def ended(process: "subprocess.Popen[str]", within_s: float) -> int:
