@@ -12,12 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness import json_lines
 
 from paceline.deploy.demo.prompts import INSTRUCTION, TOPICS, endless
 from paceline.deploy.recipes.data import DataError
+
+Item = TypeVar("Item")
 
 HUB = "hf"
 MAX_PROMPT_TOKENS = 384
@@ -94,9 +96,9 @@ def mark_of(prompts: Iterable[Prompt]) -> str:
     return found.hexdigest()[:10]
 
 
-def interleaved(parts: Sequence[Sequence[Prompt]]) -> list[Prompt]:
-    """The parts' prompts in turn, as far as the shortest goes."""
-    return [prompt for group in zip(*parts, strict=False) for prompt in group]
+def interleaved(parts: Sequence[Sequence[Item]]) -> list[Item]:
+    """The parts' items in turn, as far as the shortest goes."""
+    return [item for group in zip(*parts, strict=False) for item in group]
 
 
 def hashed(key: str, seed: int) -> float:

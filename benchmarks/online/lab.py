@@ -13,17 +13,18 @@ from typing import Any
 
 import msgpack
 import yaml
-from decoding import Answer, Drafted, answers
+from decoding import Answer, answers
 from harness import Store, arguments, digest
 from models import config_of, load_engine, model_hashes
 from prompts import Prompt, mark_of, measured_prompts, source_of, training_prompts
 from torch import Tensor
 
 from online.learner import Evaluator, Learner, Learning, SyntheticRecords
+from online.rounds import Tally, replayed
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_tokenizer
-from paceline.actors.engine.request import GenerationRequest, SamplingParams
-from paceline.actors.replay.record import decode, encode
+from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
+from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import Journal
 from paceline.actors.router.policy import GENERAL
 from paceline.actors.speculation.pending_updates import SwapWeights
@@ -39,6 +40,7 @@ from paceline.deploy.config.learning_settings import (
 
 ROWS = 8  # requests at once
 FROZEN = GENERAL + INITIAL_SUFFIX
+_ANSWERED_ROWS = 32  # of answers that are kept
 _PART = 128  # prompts that one engine answers before another may follow
 _SEED = 1
 # A micro-step of a record at a time gives the same steps, in more time.
@@ -53,33 +55,34 @@ class Sizes:
         stream: prompts of a topic's stream.
         test: prompts of its test.
         phase: prompts of a phase of a shift.
-        ceiling: prompts of the offline ceiling at most; None takes the whole training side.
+        ceiling: prompts of the offline ceiling at most.
         window: requests per window.
         checkpoints: requests after which the served draft is evaluated on the test.
         max_tokens: of an answer.
-        k: drafted tokens of a round, constant so that windows compare.
+        k: drafted tokens of a round, constant so that windows compare; as many as EAGLE drafts
+            are trained for.
     """
 
     stream: int = 1_000
-    test: int = 200
+    test: int = 100
     phase: int = 500
-    ceiling: int | None = None
+    ceiling: int = 2_000
     window: int = 50
-    checkpoints: tuple[int, ...] = (0, 100, 200, 400, 700, 1_000)
+    checkpoints: tuple[int, ...] = (0, 48, 96, 200, 400, 700, 1_000)
     max_tokens: int = 96
-    k: int = 4
+    k: int = 3
 
 
 # Ten minutes at most. A phase has some ten held-out prompts: an expert with less than four is
 # not trained.
-QUICK = Sizes(stream=96, test=24, phase=32, ceiling=160, window=16, checkpoints=(0, 48, 96))
+QUICK = Sizes(stream=96, test=32, phase=32, ceiling=160, window=16, checkpoints=(0, 48, 96))
 _QUICK_KEYS = {"replay.held_out_fraction": 0.3}  # of so few prompts a fifth is too few for the gate
 
 
 def lab_arguments(doc: str | None) -> argparse.ArgumentParser:
     """Parser of the options of a :class:`Lab`."""
     names = ("quick", "target", "data", "threads", "dtype", "out")
-    parser = arguments(doc, *names, target="smollm2")
+    parser = arguments(doc, *names, target="smollm2", threads=2)
     add = parser.add_argument
     add("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of the configuration")
     add("--micro-steps", type=int, default=Learning().micro_steps, help="of a round of training")
@@ -93,12 +96,11 @@ class Lab:
 
     Args:
         options: of :func:`lab_arguments`.
-        sizes: None are those of the options.
+        sizes: see Sizes.
     """
 
-    def __init__(self, options: argparse.Namespace, sizes: Sizes | None = None) -> None:
-        self.store, self.data = Store(options.out / "online"), options.data
-        self.sizes = sizes or (QUICK if options.quick else Sizes())
+    def __init__(self, options: argparse.Namespace, sizes: Sizes) -> None:
+        self.store, self.data, self.sizes = Store(options.out / "online"), options.data, sizes
         self.threads, self.dtype = options.threads, options.dtype
         pairs = (text.split("=", 1) for text in options.set)
         keys = _USUAL | (_QUICK_KEYS if options.quick else {})
@@ -114,9 +116,9 @@ class Lab:
         return load_tokenizer(self.target)
 
     @cached_property
-    def frozen_engine(self) -> Engine:
-        """Engine with the general draft, whose initial weights never change."""
-        return self.engine([GENERAL])
+    def answering_engine(self) -> Engine:
+        """Engine of the kept answers; it has a draft, so that records hold what drafts read."""
+        return self.engine([GENERAL], max_num_seqs=_ANSWERED_ROWS)
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -186,24 +188,22 @@ class Lab:
         prompts: Sequence[Prompt],
         draft_of: Callable[[Prompt], str] = lambda prompt: prompt.topic,
         temperature: float = 0.0,
+        rows: int = ROWS,
     ) -> Iterator[Answer]:
-        """Answer prompts, ``ROWS`` at once; yield each as it ends, with its record."""
+        """Answer prompts, ``rows`` at once; yield each as it ends, with its record."""
         sampling = SamplingParams(self.sizes.max_tokens, temperature=temperature)
         requests = (
             GenerationRequest(p.key, p.token_ids, sampling, topic=p.topic, draft=draft_of(p))
             for p in prompts
         )
-        return answers(engine, requests, ROWS)
+        return answers(engine, requests, rows)
 
-    def kept_answers(
-        self, name: str, prompts: Sequence[Prompt], draft: str = FROZEN
-    ) -> list[Answer]:
-        """Greedy answers with a draft that does not change, in the prompts' order.
+    def records(self, name: str, prompts: Sequence[Prompt]) -> list[ReplayRecord]:
+        """Records of greedy answers, in the prompts' order; those on disk are not made again.
 
-        Those that are on disk are not computed again; seconds do not compare with those of other
-        runs.
+        No draft changes what the target says, so every arm learns from and is judged by the same.
         """
-        facts = {"sizes": [self.sizes.max_tokens, self.sizes.k], "draft": draft, **self.facts}
+        facts = {"max_tokens": self.sizes.max_tokens, **self.facts}
         name = f"{source_of(self.data)}-{name}-{digest(facts)}.records"
         journal = Journal(self.store.folder / "answers" / name)
         kept = {str(msgpack.unpackb(data)["mark"]): data for data in journal.read()}
@@ -212,23 +212,35 @@ class Lab:
         missing = [prompt for prompt in prompts if marks[prompt.key] not in kept]
         for at in range(0, len(missing), _PART):
             part = missing[at : at + _PART]
-            for answer in self.serve(self.frozen_engine, part, lambda _: draft):
-                kept[marks[answer.key]] = data = _pack(answer, marks[answer.key])
+            found = self.serve(
+                self.answering_engine, part, lambda _: DRAFT_OFF, rows=_ANSWERED_ROWS
+            )
+            for answer in found:
+                assert answer.record is not None
+                entry = {"mark": marks[answer.key], "record": encode(answer.record)}
+                kept[entry["mark"]] = data = msgpack.packb(entry)
                 journal.append(data)
-        return [_unpack(kept[marks[prompt.key]]) for prompt in prompts]
+        return [decode(msgpack.unpackb(kept[marks[prompt.key]])["record"]) for prompt in prompts]
 
-    def frozen(self, topic: str, count: int | None = None) -> list[Answer]:
-        """The stream of a topic, answered with the frozen draft."""
-        return self.kept_answers(f"{topic}-train", self.stream(topic, count))
+    def stream_records(self, topic: str, count: int | None = None) -> list[ReplayRecord]:
+        """Records of the first prompts of a topic's training side."""
+        return self.records(f"{topic}-train", self.stream(topic, count))
 
-    def test(self, topic: str) -> list[Answer]:
-        """A topic's test, answered with the frozen draft."""
-        return self.kept_answers(f"{topic}-test", self.test_prompts(topic))
+    def test_records(self, topic: str) -> list[ReplayRecord]:
+        """Records of a topic's test."""
+        return self.records(f"{topic}-test", self.test_prompts(topic))
+
+    def replayed(
+        self, state: Mapping[str, Tensor] | None, records: Sequence[ReplayRecord]
+    ) -> list[Tally]:
+        """What speculation with these weights would have done; None are the initial ones."""
+        found = self.evaluator.agreements(state, records)
+        return [replayed(own, self.sizes.k, self.sizes.max_tokens) for own in found]
 
     def scores(self, topic: str, state: Mapping[str, Tensor] | None) -> list[float]:
         """Acceptance per test prompt of a topic under these weights; None are the initial ones."""
-        records = [answer.record for answer in self.test(topic)]
-        return [round(float(score), 5) for score in self.evaluator.score(state, records)]
+        found = self.evaluator.score(state, self.test_records(topic))
+        return [round(float(score), 5) for score in found]
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -264,18 +276,3 @@ class Lab:
         if make is None:
             return self.store.find(named, settings)
         return self.store.unit(named, settings, make)
-
-
-def _pack(answer: Answer, mark: str) -> bytes:
-    assert answer.record is not None
-    fields = asdict(replace(answer, record=None)) | {"mark": mark, "record": encode(answer.record)}
-    packed: bytes = msgpack.packb(fields)
-    return packed
-
-
-def _unpack(data: bytes) -> Answer:
-    fields: dict[str, Any] = msgpack.unpackb(data)
-    del fields["mark"]
-    drafted, record = Drafted(**fields.pop("drafted")), decode(fields.pop("record"))
-    tokens = tuple(fields.pop("token_ids"))
-    return Answer(**fields, token_ids=tokens, drafted=drafted, record=record)

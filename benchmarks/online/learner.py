@@ -174,6 +174,12 @@ class Learner:
         self._records = 0
         self.seconds = 0.0
 
+    @property
+    def until_round(self) -> int:
+        """Records to be added until the next round of training, at least 1."""
+        size = self._learning.requests_per_round
+        return size - self._records % size
+
     def add(self, record: ReplayRecord, expert: str | None = None) -> None:
         """Add a record for an expert, by default its topic's; train and swap if a round is due."""
         record = record if expert is None else replace(record, topic=expert)

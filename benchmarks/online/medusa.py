@@ -27,7 +27,7 @@ from harness import interval, machine, parsed, say, show, write
 from models import load_engine
 from prompts import Prompt, source_of
 
-from online.lab import Lab, lab_arguments
+from online.lab import QUICK, Lab, Sizes, lab_arguments
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
 from paceline.actors.replay.record import MAX_LENGTH, ReplayRecord
@@ -69,10 +69,10 @@ class Drafts:
         """Train what is missing; the process must have been made ready for DeepSpeed."""
         for kind, topic in self.missing():
             topics = self._topics if topic == ALL else [topic]
-            answers = [a for t in topics for a in self._lab.frozen(t, self._answers)]
+            records = [r for t in topics for r in self._lab.stream_records(t, self._answers)]
             make, began = self._draft if kind == DRAFT else self._heads, time.process_time()
-            figures = make(self.folder(kind, topic), [answer.record for answer in answers])
-            figures |= {"records": len(answers), "seconds": round(time.process_time() - began, 1)}
+            figures = make(self.folder(kind, topic), records)
+            figures |= {"records": len(records), "seconds": round(time.process_time() - began, 1)}
             experts.note_facts(self.folder(kind, topic), self._recipe(kind, topic), figures)
             say(f"{kind} for {topic}: {figures}")
 
@@ -185,7 +185,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what is missing, measure, write."""
     options = parse(argv)
-    lab = Lab(options)
+    lab = Lab(options, QUICK if options.quick else Sizes())
     trained = Drafts(lab, options.topics, options.answers, options.passes)
     if options.train:
         experts.prepare(options.threads)

@@ -17,17 +17,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from experts import prepare
 from harness import bootstrap, interval, json_lines, machine, parsed, say, show, write
 from models import ROUTER, SMALL
-from numpy.typing import NDArray
 from prompts import MAX_PROMPT_TOKENS, Prompt, chat_ids, hashed, interleaved
 from router import Router
 
 from online.lab import Lab, Sizes, lab_arguments
 from online.learner import Learning
+from online.rounds import Tally
 from online.streams import acceptance_length
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.replay.selection import is_scored
@@ -44,43 +43,6 @@ PARALLEL = ("tldr", "xquad-qa")  # the same items in several languages
 _SEED = 4003
 _RESAMPLES = 500
 Unit = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """One draft on one answer: rounds, drafted and accepted tokens, and the scorer's gain.
-
-    ``gain`` is the share of the answer's tokens that the draft proposes, teacher-forced.
-    """
-
-    rounds: int
-    drafted: int
-    accepted: int
-    gain: float
-
-
-def replayed(agrees: NDArray[np.bool_], k: int, max_tokens: int) -> Tally:
-    """Outcome of greedy speculation with ``k`` tokens a round; exact for causal LMs.
-
-    A draft's tokens are the target's as long as they are accepted, so teacher-forced agreement
-    decides every round.
-
-    Args:
-        agrees: bool ``[S, N]``, see Evaluator.agreements; a round's later tokens use its last step.
-        k: drafted tokens.
-        max_tokens: of the answer; the last one is not drafted for.
-    """
-    steps, count = agrees.shape
-    at, rounds, drafted, accepted = 0, 0, 0, 0
-    while at < count:
-        tried = min(k, max_tokens - at - 1)
-        run = 0
-        while run < min(tried, count - at) and agrees[min(run, steps - 1), at + run]:
-            run += 1
-        if tried > 0:
-            rounds, drafted, accepted = rounds + 1, drafted + tried, accepted + run
-        at += run + 1
-    return Tally(rounds, drafted, accepted, float(agrees.mean()) if count else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +66,8 @@ class Case:
 
 def mixed_stream(lab: Lab, seed: int) -> list[tuple[Prompt, ReplayRecord]]:
     """The streams of all topics mixed in an order by the seed, with the records of the answers."""
-    kept = {answer.key: answer.record for t in TOPICS for answer in lab.frozen(t)}
-    prompts = interleaved([lab.stream(topic) for topic in TOPICS])
-    order = sorted(prompts, key=lambda prompt: hashed(prompt.key, seed))
-    return [(prompt, kept[prompt.key]) for prompt in order]
+    pairs = [list(zip(lab.stream(t), lab.stream_records(t), strict=True)) for t in TOPICS]
+    return sorted(interleaved(pairs), key=lambda pair: hashed(pair[0].key, seed))
 
 
 def test_groups(lab: Lab, unpicked: int, language: int) -> dict[str, list[tuple[Prompt, str]]]:
@@ -195,8 +155,7 @@ def run_arm(
     def tallied(pairs: Sequence[tuple[Prompt, str]], records: Sequence[ReplayRecord]) -> Unit:
         tallies = {}
         for draft, state in weights.items():
-            agrees = lab.evaluator.agreements(state, records)
-            own = [replayed(each, lab.sizes.k, lab.sizes.max_tokens) for each in agrees]
+            own = lab.replayed(state, records)
             tallies[draft] = [[t.rounds, t.drafted, t.accepted, round(t.gain, 5)] for t in own]
         found = [classify(prompt.text) for prompt, _ in pairs]
         return {
@@ -209,8 +168,9 @@ def run_arm(
 
     tests = {}
     for group, pairs in groups.items():
-        answers = lab.kept_answers(f"{group.split()[1]}-test", [p for p, _ in pairs])
-        tests[group] = tallied(pairs, [answer.record for answer in answers])
+        tests[group] = tallied(
+            pairs, lab.records(f"{group.split()[1]}-test", [p for p, _ in pairs])
+        )
     # What the scorer would be sent of the stream: nothing that was trained on.
     share, held_out = lab.config.router.sample_share, lab.config.replay.held_out_fraction
     sampled = [(p, r) for p, r in stream if is_scored(r, share, held_out)]

@@ -1,6 +1,6 @@
 """Shifts of topic: one draft against experts, over phases of one topic or of all mixed.
 
-    make bench-online ARGS="--data ../shared/data --quick"
+    make bench-shifts ARGS="--data ../shared/data --quick"
 
 After each phase every topic's test is evaluated: what was learnt before, and what was forgotten.
 Both systems are offered the same micro-steps in all, and neither rests; experts are routed by the
@@ -11,33 +11,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from experts import prepare
 from harness import bootstrap, interval, machine, say, show, write
-from prompts import Prompt
 
 from online import streams
-from online.lab import Lab, lab_arguments
+from online.lab import Lab
 from online.learner import Learner, Learning
 from online.plots import draw_shifts
 from online.streams import ORDER, Unit
+from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.router.policy import GENERAL
 
 KINDS = ("abrupt", "mixed")
 ONE, EXPERTS = SYSTEMS = ("one draft", "experts")
 
 
-def phases_of(lab: Lab, kind: str, order: Sequence[str]) -> list[list[Prompt]]:
-    """The stream in as many phases as there are topics, the same prompts in either kind.
+def phases_of(lab: Lab, kind: str, order: Sequence[str]) -> list[list[ReplayRecord]]:
+    """The stream in as many phases as there are topics, the same records in either kind.
 
     ``abrupt``: a phase is one topic. ``mixed``: all phases together are shuffled.
     """
-    parts = [list(lab.stream(topic, lab.sizes.phase)) for topic in order]
+    parts = [lab.stream_records(topic, lab.sizes.phase) for topic in order]
     if kind == "abrupt":
         return parts
-    every = [prompt for part in parts for prompt in part]
+    every = [record for part in parts for record in part]
     shuffled = [every[i] for i in np.random.default_rng(0).permutation(len(every))]
     ends = np.cumsum([len(part) for part in parts])
     return [shuffled[end - len(part) : end] for end, part in zip(ends, parts, strict=True)]
@@ -53,25 +54,20 @@ def shift(
     """
     experts = [GENERAL] if system == ONE else list(order)
 
-    def draft_of(prompt: Prompt) -> str:
-        return GENERAL if system == ONE else prompt.topic
+    def draft_of(topic: str) -> str:
+        return GENERAL if system == ONE else topic
 
     def scores_of(learner: Learner) -> dict[str, list[float]]:
-        drafts = {topic: GENERAL if system == ONE else topic for topic in order}
-        found = {t: lab.scores(t, learner.served(draft)[1]) for t, draft in drafts.items()}
+        found = {t: lab.scores(t, learner.served(draft_of(t))[1]) for t in order}
         say(f"{kind}, {system}: " + ", ".join(f"{t} {np.mean(v):.3f}" for t, v in found.items()))
         return found
 
     def make() -> Unit:
-        engine = lab.engine(experts)
-        with lab.learner(experts, learning, engine.updates.put) as (learner, _):
+        with lab.learner(experts, learning) as (learner, _):
             scores, phases = [scores_of(learner)], []
-            for prompts in phases_of(lab, kind, order):
-                topics, done = {prompt.key: draft_of(prompt) for prompt in prompts}, []
-                for answer in lab.serve(engine, prompts, draft_of):
-                    learner.add(answer.record, topics[answer.key])
-                    done.append(answer)
-                phases.append(streams.counts_of(done, prompts))
+            for records in phases_of(lab, kind, order):
+                counts = streams.learn(lab, learner, records, draft_of)
+                phases.append(list(chain.from_iterable(counts)))
                 scores.append(scores_of(learner))
             return {
                 "order": list(order),
@@ -142,18 +138,19 @@ def summary(unit: Unit, levels: Mapping[str, float], size: int, *, abrupt: bool)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, then write figures and the picture."""
-    options = lab_arguments(__doc__).parse_args(argv)
+    parser = streams.stream_arguments(__doc__)
+    parser.add_argument("--topics", nargs="+", default=ORDER, help="the order of the phases")
+    options = parser.parse_args(argv)
     prepare(options.threads)
-    lab, learning = Lab(options), Learning(micro_steps=options.micro_steps)
-    streams = {topic: streams.stream(lab, topic, learning, run=False) for topic in ORDER}
-    size = lab.sizes.window
-    levels = {t: level_of(u, size, lab.sizes.phase) for t, u in streams.items() if u is not None}
+    lab, learning = streams.stream_lab(options), Learning(micro_steps=options.micro_steps)
+    order, size = options.topics, lab.sizes.window
+    own = {topic: streams.stream(lab, topic, learning, run=False) for topic in order}
+    levels = {t: level_of(u, size, lab.sizes.phase) for t, u in own.items() if u is not None}
     shifts = {}
     for kind in KINDS[:1] if options.quick else KINDS:
         for system in SYSTEMS:
-            unit = shift(lab, kind, system, replace(learning, rests=False))
-            own = summary(unit, levels, size, abrupt=kind == "abrupt")
-            shifts[f"{kind}, {system}"] = own
+            unit = shift(lab, kind, system, replace(learning, rests=False), order)
+            shifts[f"{kind}, {system}"] = summary(unit, levels, size, abrupt=kind == "abrupt")
     settings = {"sizes": asdict(lab.sizes), **lab.settings((), {})}
     figures = {"machine": machine(), "settings": settings, "shifts": shifts}
     write(options.out / "shifts.json", figures)

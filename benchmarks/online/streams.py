@@ -1,115 +1,121 @@
-"""A topic's stream served by a draft that learns from it, beside its frozen twin and the ceiling.
+"""A topic's stream, learnt from as it comes, beside the frozen draft and the offline ceiling.
 
     make bench-online ARGS="--data ../shared/data --quick"
 
-Parts: ``streams`` serves every topic's prompts with a draft that learns from them alone; ``seeds``
-trains on the same records again with other seeds; ``synthetic`` lets the target make further
-prompts up; ``ceilings`` distils the same draft offline from the whole training side. Acceptance is
-teacher-forced on the target's answers to test prompts. Units that are there are kept.
+The target answers every prompt once, and every arm learns from the same records: a draft changes
+no answer. What speculation with a draft would have done is replayed on them (rounds.py), with the
+weights that are served when the request comes; acceptance on the test is teacher-forced. Nothing
+here depends on how busy the machine is; speeds are those of speeds.py.
+
+Parts: ``streams`` learns from a topic's prompts alone; ``seeds`` again with other seeds;
+``synthetic`` lets the target make further prompts up; ``ceilings`` distils the same draft offline
+from the training side. Units that are there are kept, and figures are written after every topic.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from decoding import Answer
 from experts import Offline, distil, prepare
 from harness import Interval, Sample, bootstrap, interval, machine, parsed, say, show, write
-from prompts import Prompt
+from prompts import HUB
+from torch import Tensor
 
-from online.lab import Lab, lab_arguments
+from online.lab import QUICK, Lab, Sizes, lab_arguments
 from online.learner import Learner, Learning
 from online.plots import draw_curves
-from paceline.actors.engine.request import DRAFT_OFF
-from paceline.actors.speculation.pending_updates import SwapWeights
+from online.rounds import Tally
+from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.distiller import Distiller
 
 ORDER = ("math", "sql", "shell", "code")
+FOLDER_TOPICS = (*ORDER, "chat", "finance")
 PARTS = ("streams", "seeds", "synthetic", "ceilings")
-COUNTS = ("rounds", "accepted", "drafted", "tokens", "seconds")
+COUNTS = ("rounds", "accepted", "drafted", "tokens")
 LEAST_GAP = 0.15  # from frozen to ceiling, below which a share of it says little
 SHARE = 0.9  # of such a gap that is to be closed
 WITHIN = 0.02  # of the ceiling, if the gap is small
 Unit = dict[str, Any]
 
 
-def counts_of(answers: Iterable[Answer], prompts: Sequence[Prompt]) -> list[list[float]]:
-    """``COUNTS`` per prompt, in the prompts' order, as JSON."""
-    found = {answer.key: answer for answer in answers}
-    rows = []
-    for own in (found[prompt.key] for prompt in prompts):
-        sums = own.drafted.rounds, own.drafted.accepted, own.drafted.drafted or 0
-        rows.append([*sums, len(own.token_ids), round(own.seconds, 5)])
-    return rows
+def counts_of(tallies: Iterable[Tally], records: Sequence[ReplayRecord]) -> list[list[int]]:
+    """``COUNTS`` per answer, as JSON."""
+    return [
+        [own.rounds, own.accepted, own.drafted, len(record.output_token_ids)]
+        for own, record in zip(tallies, records, strict=True)
+    ]
 
 
-def serve_test(lab: Lab, engine: Any, topic: str) -> list[list[float]]:
-    """Counts of the test served with a topic's draft."""
-    test = lab.test_prompts(topic)
-    return counts_of(lab.serve(engine, test), test)
+def counts_with(
+    lab: Lab, state: Mapping[str, Tensor] | None, records: Sequence[ReplayRecord]
+) -> list[list[int]]:
+    """``COUNTS`` of answers with these weights; None are the initial ones."""
+    return counts_of(lab.replayed(state, records), records)
 
 
-def learn_from(
-    lab: Lab, topic: str, learner: Learner, answers: Iterable[Answer]
-) -> tuple[dict[str, Any], list[Answer]]:
-    """Learn from answers as they come: scores on the test by number of answers, and answers."""
-    found, done = {"0": lab.scores(topic, None)}, []
-    for answer in answers:
-        learner.add(answer.record)
-        done.append(answer)
-        if len(done) in (*lab.sizes.checkpoints, len(lab.stream(topic))):
-            found[str(len(done))] = scores = lab.scores(topic, learner.served(topic)[1])
-            say(f"{topic}: {len(done)} requests, acceptance {np.mean(scores):.3f}")
-    return found, done
+def learn(
+    lab: Lab,
+    learner: Learner,
+    records: Sequence[ReplayRecord],
+    expert_of: Callable[[str], str] = lambda topic: topic,
+) -> Iterator[list[list[int]]]:
+    """Learn from a stream, round by round; yield counts per request of each.
 
-
-def stream(
-    lab: Lab, topic: str, learning: Learning, *, served: bool = True, run: bool = True
-) -> Unit | None:
-    """A topic's stream, from disk or run now; None if it is missing and not to be run.
-
-    ``frozen`` and ``online``: counts per request, each of one pass; ``checkpoints``: scores per
-    test prompt by requests; ``test_frozen`` and ``test_online``: counts of the test with the
-    initial and the last weights; ``learning``: cost and decisions; ``synthetic``: what was made up.
+    A request is counted with the weights that are served when it comes.
 
     Args:
         lab: see Lab.
-        topic: of the stream.
-        learning: see Learning.
-        served: whether the draft that learns serves the stream; else it learns from the frozen
-            twin's records, in their order: no draft changes what the target says.
-        run: whether to run what is missing.
+        learner: of the experts.
+        records: in their order.
+        expert_of: expert of a topic.
+    """
+    rest = list(records)
+    while rest:
+        part, rest = rest[: learner.until_round], rest[learner.until_round :]
+        counts: list[list[int]] = []
+        for expert, own in groupby(part, lambda record: expert_of(record.topic)):
+            counts += counts_with(lab, learner.served(expert)[1], list(own))
+        for record in part:
+            learner.add(record, expert_of(record.topic))
+        yield counts
+
+
+def stream(lab: Lab, topic: str, learning: Learning, *, run: bool = True) -> Unit | None:
+    """A topic's stream, from disk or run now; None if it is missing and not to be run.
+
+    ``frozen`` and ``online``: counts per request; ``checkpoints``: scores per test prompt by
+    requests; ``test_frozen`` and ``test_online``: counts of the test with the initial and the last
+    weights; ``learning``: cost and decisions; ``synthetic``: what was made up.
     """
 
     def make() -> Unit:
-        prompts = lab.stream(topic)
-        engine = lab.engine([topic])
-        found: Unit = {"machine": machine()}
-        if served:
-            # An engine and a pass of its own: seconds of answers from disk do not compare.
-            found["frozen"] = counts_of(lab.serve(lab.engine([topic]), prompts), prompts)
-        with lab.learner([topic], learning, engine.updates.put) as (learner, synthetic):
-            answers = lab.serve(engine, prompts) if served else lab.frozen(topic)
-            found["checkpoints"], online = learn_from(lab, topic, learner, answers)
-            found["learning"] = learner.facts()
-        if served:
-            found["online"] = counts_of(online, prompts)
+        records, test = lab.stream_records(topic), lab.test_records(topic)
+        found: Unit = {"machine": machine(), "frozen": counts_with(lab, None, records)}
+        scores, online = {"0": lab.scores(topic, None)}, list[list[int]]()
+        with lab.learner([topic], learning) as (learner, synthetic):
+            for counts in learn(lab, learner, records):
+                before, online = len(online), online + counts
+                done = len(online)
+                if any(before < at <= done for at in (*lab.sizes.checkpoints, len(records))):
+                    scores[str(done)] = lab.scores(topic, learner.served(topic)[1])
+                    say(f"{topic}: {done} requests, acceptance {np.mean(scores[str(done)]):.3f}")
+            state, found["learning"] = learner.served(topic)[1], learner.facts()
+        found |= {"checkpoints": scores, "online": online}
         if synthetic is not None:
             found["synthetic"] = synthetic.facts()
-        test = lab.test_prompts(topic)
-        found["test_frozen"] = counts_of(lab.test(topic), test)
-        return found | {"test_online": serve_test(lab, engine, topic)}
+        found["test_frozen"] = counts_with(lab, None, test)
+        return found | {"test_online": counts_with(lab, state, test)}
 
     sizes = {"stream": len(lab.stream(topic)), "checkpoints": list(lab.sizes.checkpoints)}
-    settings = lab.settings([topic], {"learning": asdict(learning), "served": served, **sizes})
-    name = f"stream-{topic}{'' if served else '-not-served'}-{learning.seed}"
-    return lab.unit(name, settings, make if run else None)
+    settings = lab.settings([topic], {"learning": asdict(learning), **sizes})
+    return lab.unit(f"stream-{topic}-{learning.seed}", settings, make if run else None)
 
 
 def ceiling(lab: Lab, topic: str, offline: Offline, *, run: bool = True) -> Unit | None:
@@ -121,16 +127,10 @@ def ceiling(lab: Lab, topic: str, offline: Offline, *, run: bool = True) -> Unit
     settings = lab.settings([topic], {"offline": asdict(offline), "prompts_at_most": most})
 
     def make() -> Unit:
-        prompts = lab.training_prompts(topic)[:most]
-        first = lab.frozen(topic, min(len(prompts), lab.sizes.stream))
-        rest = lab.kept_answers(f"{topic}-rest", prompts[len(first) :], DRAFT_OFF)
-        records = [answer.record for answer in (*first, *rest)]
         distiller = Distiller(str(lab.draft), lab.trainer([topic]).distiller)
-        state, facts = distil(records, distiller, offline)
-        engine = lab.engine([topic])
-        engine.updates.put(SwapWeights(topic, 1, dict(state)))
-        scores = lab.scores(topic, state)
-        return {"test": scores, "test_counts": serve_test(lab, engine, topic), **facts}
+        state, facts = distil(lab.stream_records(topic, most), distiller, offline)
+        counts = counts_with(lab, state, lab.test_records(topic))
+        return {"test": lab.scores(topic, state), "test_counts": counts, **facts}
 
     return lab.unit(f"ceiling-{topic}", settings, make if run else None)
 
@@ -167,20 +167,6 @@ def reached(frozen: Sample, online: Sample, ceiling: Sample) -> bool:
         share = gap_closed(frozen, online, ceiling)
         return share is not None and share >= SHARE
     return mean(ceiling) - mean(online) <= WITHIN
-
-
-def pays_after(frozen: pd.Series, online: pd.Series, training_s: float) -> int | None:
-    """First request at which online, training spread evenly over it, is as fast; None if never.
-
-    Args:
-        frozen: seconds of every request.
-        online: likewise.
-        training_s: of the whole stream.
-    """
-    lead = (frozen - online - training_s / len(online)).cumsum().to_numpy()
-    behind = np.flatnonzero(lead < 0)
-    first = int(behind[-1]) + 2 if len(behind) else 1
-    return first if first <= len(online) else None
 
 
 def rounded(found: Interval) -> dict[str, float | None]:
@@ -226,20 +212,12 @@ def acceptance_summary(unit: Unit, ceiling: Unit | None) -> dict[str, Any]:
 
 
 def cost(unit: Unit) -> dict[str, Any]:
-    """Training's seconds per point (0.01) of test acceptance, and speed over the frozen twin.
-
-    Seconds are those of serving and training in the same process on the same threads.
-    """
-    frozen, online = frame_of(unit["frozen"]), frame_of(unit["online"])
+    """Training's processor seconds, in all and per point (0.01) of test acceptance; decisions."""
     found, training_s = acceptance_summary(unit, None), float(unit["learning"]["seconds"])
     points = 100.0 * (found["online"]["value"] - found["frozen"]["value"])
-    plain = frozen.tokens.sum() / frozen.seconds.sum()
     return {name: unit["learning"][name] for name in ("micro_steps", "published", "rejected")} | {
         "training_s": training_s,
         "seconds_per_point": training_s / points if points > 0 else None,
-        "speedup": online.tokens.sum() / (online.seconds.sum() + training_s) / plain,
-        "speedup_without_training": online.tokens.sum() / online.seconds.sum() / plain,
-        "pays_after": pays_after(frozen.seconds, online.seconds, training_s),
     }
 
 
@@ -273,11 +251,11 @@ def topic_figures(lab: Lab, topic: str, options: argparse.Namespace) -> dict[str
     parts, learning = options.parts, Learning(micro_steps=options.micro_steps)
     seeds = [replace(learning, seed=seed) for seed in range(1, options.seeds)]
     made = replace(learning, synthetic=options.synthetic)
-    offline = Offline(max_steps=150 if options.quick else 8_000)
+    offline = Offline(max_steps=100 if options.quick else 2_000)
     own = stream(lab, topic, learning, run="streams" in parts)
     most = ceiling(lab, topic, offline, run="ceilings" in parts)
-    others = [stream(lab, topic, s, served=False, run="seeds" in parts) for s in seeds]
-    more = stream(lab, topic, made, served=False, run="synthetic" in parts)
+    others = [stream(lab, topic, s, run="seeds" in parts) for s in seeds]
+    more = stream(lab, topic, made, run="synthetic" in parts)
     found = [unit for unit in others if unit is not None]
     return own and topic_summary(own, most, found, more, lab.sizes.window)
 
@@ -334,24 +312,44 @@ def report(figures: dict[str, Any]) -> None:
     )
 
 
+def stream_arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Parser of the options of a :func:`stream_lab`."""
+    parser = lab_arguments(doc)
+    parser.add_argument("--requests", type=int, help="of a stream; 1000, with --quick 96")
+    return parser
+
+
+def stream_lab(options: argparse.Namespace) -> Lab:
+    """A lab of streams of ``--requests`` prompts, and of phases of half as many."""
+    sizes = QUICK if options.quick else Sizes()
+    if options.requests is not None:
+        sizes = replace(sizes, stream=options.requests, phase=options.requests // 2)
+    return Lab(options, sizes)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, then write figures and pictures."""
-    parser = lab_arguments(__doc__)
-    parser.add_argument("--topics", nargs="+", default=ORDER)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--seeds", type=int, default=3, help="of training; 0 serves")
-    parser.add_argument("--synthetic", type=float, default=4.0, help="prompts per record")
-    quick = {"topics": ("sql", "shell"), "parts": ("streams", "ceilings")}
-    options = parsed(parser, argv, **quick)
+    parser = stream_arguments(__doc__)
+    add = parser.add_argument
+    add("--topics", nargs="+", help="all that the prompts' source has")
+    add("--parts", nargs="+", choices=PARTS, default=("streams", "ceilings"))
+    add("--seeds", type=int, default=2, help="of training; 0 is that of the stream")
+    add("--synthetic", type=float, default=4.0, help="prompts per record")
+    options = parsed(parser, argv, topics=("sql", "shell"))
     prepare(options.threads)
-    lab = Lab(options)
-    found = {topic: topic_figures(lab, topic, options) for topic in options.topics}
-    topics = {topic: facts for topic, facts in found.items() if facts is not None}
-    settings = {"sizes": asdict(lab.sizes), **lab.settings((), {})}
-    figures = {"machine": machine(), "settings": settings, "topics": topics}
-    write(options.out / "streams.json", figures)
+    lab = stream_lab(options)
+    known = ORDER if options.data in (None, HUB) else FOLDER_TOPICS
+    topics, settings = {}, {"sizes": asdict(lab.sizes), **lab.settings((), {})}
+    for topic in options.topics or known:
+        facts = topic_figures(lab, topic, options)
+        if facts is None:
+            continue
+        topics[topic] = facts
+        # After every topic: a run that is stopped leaves what it has found.
+        figures = {"machine": machine(), "settings": settings, "topics": topics}
+        write(options.out / "streams.json", figures)
     draw(topics, options.out)
-    report(figures)
+    report({"topics": topics})
     return 0
 
 

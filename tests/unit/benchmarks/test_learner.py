@@ -15,7 +15,7 @@ import torch
 from engines import engine_of, make_engine, served
 from harness import Store
 from local_client import trainer_settings
-from online.lab import Lab, lab_arguments
+from online.lab import QUICK, Lab, lab_arguments
 from online.learner import NEVER, Learner, Learning
 from prompts import Prompt
 from tiny_models import tiny_llama
@@ -115,8 +115,7 @@ class TinyLab(Lab):
 
     def __init__(self, out: Path) -> None:
         line = ["--quick", "--target", "small", "--out", str(out)]
-        super().__init__(lab_arguments("A lab.").parse_args(line))
-        self.sizes = replace(self.sizes, max_tokens=6)
+        super().__init__(lab_arguments("A lab.").parse_args(line), replace(QUICK, max_tokens=6))
 
     def engine(self, *_: Any, **__: Any) -> Any:
         TinyLab.engines += 1
@@ -140,9 +139,9 @@ def test_answers_that_are_there_are_not_made_again(tmp_path: Path) -> None:
     TinyLab.engines = 0
 
     def ask(some: list[Prompt]) -> list[tuple[int, ...]]:
-        found = TinyLab(tmp_path).kept_answers("sql", some, "a@0")
-        assert [s.key for s in found] == [p.key for p in some]
-        return [s.token_ids for s in found]
+        found = TinyLab(tmp_path).records("sql", some)
+        assert [r.request_id for r in found] == [p.key for p in some]
+        return [tuple(r.output_token_ids.tolist()) for r in found]
 
     first = ask(questions(6))
     assert ask(questions(6)) == first
@@ -155,24 +154,23 @@ def test_answers_that_are_there_are_not_made_again(tmp_path: Path) -> None:
     assert ask(questions(8))[:6] == first
     assert TinyLab.engines == 2
     other = [Prompt("q0", "sql", (9, 8, 7)), *questions(8)[1:]]  # q0 is another prompt now
-    found = TinyLab(tmp_path).kept_answers("sql", other, "a@0")
-    assert found[0].record is not None
-    assert found[0].record.prompt_token_ids.tolist() == [9, 8, 7]
-    assert found[5].token_ids == first[5]
+    found = TinyLab(tmp_path).records("sql", other)
+    assert found[0].prompt_token_ids.tolist() == [9, 8, 7]
+    assert tuple(found[5].output_token_ids.tolist()) == first[5]
     assert TinyLab.engines == 3
 
 
 def test_everything_that_decides_a_unit_is_in_its_settings(tmp_path: Path) -> None:
     def settings(*more: str) -> dict[str, Any]:
         line = ["--quick", "--target", "small", "--out", str(tmp_path), *more]
-        return Lab(lab_arguments("A lab.").parse_args(line)).settings(["sql"], {})
+        return Lab(lab_arguments("A lab.").parse_args(line), QUICK).settings(["sql"], {})
 
     usual = settings()
     assert json.loads(json.dumps(usual, allow_nan=False)) == json.loads(json.dumps(settings()))
     assert str(Path(__file__).parents[3]) not in json.dumps(usual)  # no place of this machine
     for more in (
         ("--dtype", "float32"),
-        ("--threads", "2"),
+        ("--threads", "1"),
         ("--set", "training.learning_rate=0.001"),
         ("--set", "training.min_gain=0.1", "replay.sampler=priority"),
     ):

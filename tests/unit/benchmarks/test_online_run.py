@@ -34,8 +34,8 @@ def test_units_resume_and_become_figures_and_pictures(tmp_path: Path) -> None:
     def units(own: Lab) -> list[Any]:
         return [
             streams.stream(own, "sql", LEARNING),
-            streams.stream(own, "sql", seed, served=False),
-            streams.stream(own, "sql", made, served=False),
+            streams.stream(own, "sql", seed),
+            streams.stream(own, "sql", made),
             streams.ceiling(own, "sql", OFFLINE),
             *(
                 shifts.shift(own, "abrupt", s, replace(LEARNING, rests=False))
@@ -48,7 +48,7 @@ def test_units_resume_and_become_figures_and_pictures(tmp_path: Path) -> None:
     assert set(stream["checkpoints"]) == set(retrained["checkpoints"]) == {"0", "8", "16"}
     assert [r[3] for r in stream["frozen"]] == [r[3] for r in stream["online"]]  # the same texts
     assert 0 < stream["learning"]["micro_steps"] <= 2 * LEARNING.micro_steps
-    assert "frozen" not in retrained
+    assert retrained["frozen"] == stream["frozen"]
     assert 0 < synthetic["synthetic"]["made"] <= 2.0 * SIZES.stream
     assert ceiling["records"] == 40
     assert [len(unit["phases"]) for unit in both] == [4, 4]

@@ -11,7 +11,8 @@ import torch
 from engines import engine_of, request, run, served, tokens_of
 from numpy.typing import NDArray
 from online import routes
-from online.routes import Case, Tally
+from online.rounds import Tally, replayed
+from online.routes import Case
 from prompts import Prompt
 from tiny_models import tiny_llama
 
@@ -30,21 +31,21 @@ def agreement(*rows: list[bool]) -> NDArray[np.bool_]:
 
 def test_rounds_are_replayed_from_agreement() -> None:
     yes, no = True, False
-    assert routes.replayed(agreement([]), 4, 9) == Tally(0, 0, 0, 0.0)
-    assert routes.replayed(agreement([yes]), 4, 9) == Tally(1, 4, 1, 1.0)
+    assert replayed(agreement([]), 4, 9) == Tally(0, 0, 0, 0.0)
+    assert replayed(agreement([yes]), 4, 9) == Tally(1, 4, 1, 1.0)
     # a round of 4 accepts 2 and corrects, one of 2 accepts both: a third would be the 7th token
-    found = routes.replayed(agreement([yes, yes, no, yes, yes, no]), 4, 6)
+    found = replayed(agreement([yes, yes, no, yes, yes, no]), 4, 6)
     assert found == Tally(rounds=2, drafted=4 + 2, accepted=4, gain=pytest.approx(4 / 6))
     # the last token that is allowed is not drafted for
-    assert routes.replayed(agreement([no, no]), 4, 2) == Tally(1, 1, 0, 0.0)
+    assert replayed(agreement([no, no]), 4, 2) == Tally(1, 1, 0, 0.0)
     # an answer that ended by itself: nothing is accepted beyond its end
-    assert routes.replayed(agreement([yes, yes]), 4, 90) == Tally(1, 4, 2, 1.0)
+    assert replayed(agreement([yes, yes]), 4, 90) == Tally(1, 4, 2, 1.0)
 
 
 def test_a_later_token_of_a_round_is_that_of_a_later_step() -> None:
     first, second = [True] * 4, [True, False, True, True]
     # the second token of the first round is refused, all others of the second step are not
-    assert routes.replayed(agreement(first, second), 3, 9) == Tally(2, 6, 3, pytest.approx(7 / 8))
+    assert replayed(agreement(first, second), 3, 9) == Tally(2, 6, 3, pytest.approx(7 / 8))
 
 
 def noisy(model: Any) -> Any:
@@ -73,7 +74,7 @@ def test_replayed_rounds_are_those_of_the_engine() -> None:
         assert stats is not None
         logits = stock(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
         agrees = [a == b for a, b in zip(logits.argmax(-1).tolist(), tokens, strict=True)]
-        found = routes.replayed(agreement(agrees), 3, 20)
+        found = replayed(agreement(agrees), 3, 20)
         counts = stats.num_spec_steps, stats.num_draft_tokens, stats.num_accepted_draft_tokens
         assert (found.rounds, found.drafted, found.accepted) == counts
         total += found.accepted

@@ -6,22 +6,21 @@ import math
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from harness import bootstrap
-from online import shifts, streams
+from online import shifts, speeds, streams
 
 
-def counts(*accepted: int, drafted: int = 10, seconds: float = 1.0) -> list[list[float]]:
-    return [[5, taken, drafted, 20, seconds] for taken in accepted]
+def counts(*accepted: int, drafted: int = 10) -> list[list[int]]:
+    return [[5, taken, drafted, 20] for taken in accepted]
 
 
 def test_windows_sum_before_they_divide_and_leave_out_a_rest() -> None:
-    uneven = [[1, 2, 2, 3, 0.1], [9, 0, 98, 9, 0.1], [1, 4, 4, 5, 0.1]]
+    uneven = [[1, 2, 2, 3], [9, 0, 98, 9], [1, 4, 4, 5]]
     found = streams.windows(uneven, 2)
     assert dict(found) == {2: 2 / 100}
     assert streams.windows([], 2).empty
-    assert math.isnan(streams.windows([[0, 0, 0, 7, 0.1]], 1)[1])
+    assert math.isnan(streams.windows([[0, 0, 0, 7]], 1)[1])
 
 
 def test_a_gap_is_closed_by_the_share_that_online_has_made_of_it() -> None:
@@ -70,16 +69,41 @@ def test_recovery_counts_requests_to_the_end_of_the_first_good_window() -> None:
 
 
 def test_learning_pays_once_it_has_caught_up_for_good() -> None:
-    frozen, online = pd.Series([2.0] * 4), pd.Series([2.0, 1.5, 0.5, 0.5])
-    assert streams.pays_after(frozen, online, training_s=2.0) == 3
-    assert streams.pays_after(frozen, online, training_s=4.0) is None
-    assert streams.pays_after(frozen, online, training_s=0.0) == 1
+    plain, online = [2.0] * 4, [2.5, 2.0, 1.0, 1.0]
+    assert speeds.pays_after(plain, online) == 3
+    assert speeds.pays_after(plain, [3.0, 3.0, 1.0, 0.9]) == 4
+    assert speeds.pays_after(plain, [2.5] * 4) is None
+    assert speeds.pays_after(plain, [1.0, 3.5, 1.0, 1.0]) == 3
+
+
+def test_speeds_count_training_apart() -> None:
+    seconds = {"plain": 2.0, "frozen": 2.5, "online": 1.0}
+    unit = {
+        "timings": [
+            {"variant": arm, "block": block, "topic": "a", "tokens": 10, "seconds": own}
+            for block in range(6)
+            for arm, own in seconds.items()
+        ],
+        "training": [3.0, 0.0, 0.0, 3.0, 0.0, 0.0],
+        "differ": {"online": 0},
+        "machine": {},
+    }
+    found = speeds.summary(unit, 16)
+    assert found["tokens_per_s"] == {
+        "plain": 5.0,
+        "frozen": 4.0,
+        "online": 10.0,
+        "online, training counted in": 5.0,
+    }
+    assert found["ratios"]["online / plain"]["ratio"] == pytest.approx(2.0)
+    assert found["last_third"]["ratio"] == pytest.approx(2.0)
+    assert found["pays_after"] == {"plain": 6 * 16, "frozen": 2 * 16}
 
 
 def stream(online: float) -> dict[str, Any]:
     return {
         "frozen": counts(1, 1, 1, 1),
-        "online": counts(1, 5, 9, 9, seconds=0.5),
+        "online": counts(1, 5, 9, 9),
         "checkpoints": {"0": [0.1, 0.2], "4": [online, online]},
         "test_frozen": counts(1, 1),
         "test_online": counts(9, 8),
@@ -99,8 +123,6 @@ def test_a_topic_is_summed_up() -> None:
     assert found["checkpoints"] == {0: pytest.approx(0.15), 4: 0.9}
     assert found["windows"]["online"] == {2: 0.3, 4: 0.9}
     assert found["cost"]["seconds_per_point"] == pytest.approx(1.0 / 75.0)
-    assert found["cost"]["speedup"] == pytest.approx(4.0 / (2.0 + 1.0))
-    assert found["cost"]["speedup_without_training"] == pytest.approx(2.0)
     assert found["test_served"]["online"]["acceptance_rate"]["value"] == pytest.approx(0.85)
     assert found["test_served"]["online"]["mean_acceptance_length"]["value"] == pytest.approx(2.7)
     assert [own["online"]["value"] for own in found["seeds"]] == pytest.approx([0.9, 0.7])

@@ -1,0 +1,165 @@
+"""Wall-clock speed of a topic's stream: plain, with the frozen draft, and with one that learns.
+
+    make bench-speeds ARGS="--data ../shared/data"
+
+The stream comes in blocks of as many requests as there are between two rounds of training. Every
+arm serves each block, in turns, one request at a time, with as many drafted tokens as the engine
+chooses; then the draft learns from the block, and its seconds are counted apart. For a quiet
+machine: what is learnt does not depend on it (streams.py), all of this does.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from experts import prepare
+from harness import (
+    Timing,
+    differing,
+    interval,
+    machine,
+    paired_ratio,
+    parsed,
+    rotation,
+    say,
+    show,
+    write,
+)
+
+from online.lab import FROZEN, Lab
+from online.learner import Learning
+from online.streams import Unit, stream_arguments, stream_lab
+from paceline.actors.engine.request import DRAFT_OFF
+from paceline.actors.router.policy import GENERAL
+
+PLAIN, DAY_0, ONLINE, COUNTED_IN = "plain", "frozen", "online", "online, training counted in"
+_PAIRS = ((DAY_0, PLAIN), (ONLINE, PLAIN), (COUNTED_IN, PLAIN))
+
+
+def drafts_of(topic: str) -> dict[str, str]:
+    """Draft of every arm that serves."""
+    return {PLAIN: DRAFT_OFF, DAY_0: FROZEN, ONLINE: topic}
+
+
+def speed(lab: Lab, topic: str, learning: Learning) -> Unit:
+    """Seconds of every arm on every block.
+
+    ``timings``: fields of Timing; ``training``: seconds after each block; ``differ``: answers of
+    other arms that are not plain's; ``learning``: cost and decisions.
+    """
+
+    def make() -> Unit:
+        size, prompts = learning.requests_per_round, lab.stream(topic)
+        blocks = [prompts[at : at + size] for at in range(0, len(prompts), size)]
+        engine, arms = lab.engine([GENERAL, topic], k=None), drafts_of(topic)
+        timings, training = list[Timing](), list[float]()
+        texts: dict[str, dict[str, list[int]]] = {arm: {} for arm in arms}
+        with lab.learner([topic], learning, engine.updates.put) as (learner, _):
+            for number, block in enumerate(blocks):
+                records = []
+                for arm in rotation(list(arms), number):
+                    gc.collect()
+                    began = time.perf_counter()
+                    found = list(lab.serve(engine, block, lambda _, a=arm: arms[a], rows=1))  # type: ignore[misc]
+                    seconds = time.perf_counter() - began
+                    tokens = sum(len(answer.token_ids) for answer in found)
+                    timings.append(Timing(arm, number, topic, tokens, seconds))
+                    texts[arm] |= {answer.key: list(answer.token_ids) for answer in found}
+                    records = [a.record for a in found] if arm == ONLINE else records
+                began = time.perf_counter()
+                for record in records:
+                    learner.add(record)
+                training.append(time.perf_counter() - began)
+                say(f"{topic}: {len(texts[PLAIN])} requests")
+            facts = learner.facts()
+        differ = {arm: len(differing(texts[arm], texts[PLAIN])) for arm in arms}
+        own = {"timings": [asdict(timing) for timing in timings], "training": training}
+        return own | {"differ": differ, "learning": facts, "machine": machine()}
+
+    named = {"learning": asdict(learning), "stream": len(lab.stream(topic))}
+    found = lab.unit(f"speed-{topic}", lab.settings([topic], named), make)
+    assert found is not None
+    return found
+
+
+def pays_after(other: Sequence[float], online: Sequence[float]) -> int | None:
+    """Blocks after which online has taken less time in all, for good; None if it has not.
+
+    Args:
+        other: seconds of every block with another arm.
+        online: likewise, training counted in.
+    """
+    lead = np.cumsum(np.subtract(other, online))
+    behind = np.flatnonzero(lead < 0)
+    first = int(behind[-1]) + 2 if len(behind) else 1
+    return first if first <= len(online) else None
+
+
+def summary(unit: Unit, size: int) -> dict[str, Any]:
+    """Tokens per second by arm, ratios to plain, and requests until training has paid.
+
+    Args:
+        unit: see speed.
+        size: requests per block.
+    """
+    timings = [Timing(**fields) for fields in unit["timings"]]
+    online = [timing for timing in timings if timing.variant == ONLINE]
+    counted = [
+        Timing(COUNTED_IN, t.block, t.topic, t.tokens, t.seconds + unit["training"][t.block])
+        for t in online
+    ]
+    every = timings + counted
+    arms = list(dict.fromkeys(timing.variant for timing in every))
+    seconds = {arm: [t.seconds for t in every if t.variant == arm] for arm in arms}
+    tokens = sum(timing.tokens for timing in online)
+    late = online[-max(len(online) // 3, 2) :]  # what it has learnt by then
+    last = [t for t in timings if t.block >= late[0].block]
+    pays = {arm: pays_after(seconds[arm], seconds[COUNTED_IN]) for arm in (PLAIN, DAY_0)}
+    return {
+        "tokens_per_s": {arm: tokens / sum(seconds[arm]) for arm in arms},
+        "ratios": {f"{a} / {b}": asdict(paired_ratio(every, a, b)) for a, b in _PAIRS},
+        "last_third": asdict(paired_ratio(last, ONLINE, PLAIN)),
+        "training_s": sum(unit["training"]),
+        "pays_after": {arm: n and n * size for arm, n in pays.items()},
+        "differ": unit["differ"],
+        "machine": unit["machine"],
+    }
+
+
+def report(topics: Mapping[str, Any]) -> None:
+    """Print the table."""
+    show(
+        "Speed over the stream",
+        [
+            {"topic": topic}
+            | facts["tokens_per_s"]
+            | {name: interval(ratio) for name, ratio in facts["ratios"].items()}
+            | {"last third": interval(facts["last_third"]), "pays after": facts["pays_after"]}
+            for topic, facts in topics.items()
+        ],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is missing, then write figures."""
+    parser = stream_arguments(__doc__)
+    parser.add_argument("--topics", nargs="+", default=("sql", "shell"))
+    options = parsed(parser, argv, requests=48)
+    prepare(options.threads)
+    lab, learning = stream_lab(options), Learning(micro_steps=options.micro_steps)
+    topics, settings = {}, {"sizes": asdict(lab.sizes), **lab.settings((), {})}
+    for topic in options.topics:
+        unit = speed(lab, topic, learning)
+        topics[topic] = summary(unit, learning.requests_per_round)
+        write(options.out / "speeds.json", {"settings": settings, "topics": topics})
+    report(topics)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
