@@ -38,6 +38,19 @@ class _Head:
     linear: StackedLinear
 
 
+@dataclass(frozen=True, slots=True)
+class _Screen:
+    """Where the kernels look for the most probable token before they compute exact logits.
+
+    Attributes:
+        basis: ``[R, H]``, see EagleDraft.basis.
+        head: ``[D, R]``, the head of states in that basis.
+    """
+
+    basis: StackedLinear
+    head: StackedLinear
+
+
 class EagleDecoder:
     """The trunks of E drafts of one shape, run together over a KV cache.
 
@@ -58,6 +71,7 @@ class EagleDecoder:
         self._rotary = Rotary(first.trunk.rotary_emb, self._ends.embedding, capacity)
         self._shared = ExpertLayout([0], first.device)
         self._heads: dict[bytes, _Head] = {}
+        self._screens: dict[bytes, _Screen] = {}
         self._logits_buffer: tuple[tuple[bytes, int], Tensor] | None = None
         self._fuse_weights(drafts)
         self._share_heads()
@@ -92,6 +106,7 @@ class EagleDecoder:
         for key, draft in zip(keys, self._drafts, strict=True):
             heads[key] = heads.get(key) or self._heads.get(key) or self._head(draft)
         self._heads, self._head_of = heads, keys
+        self._screens = self._make_screens()
         self._plans: dict[int, EaglePlan] = {}
 
     def _head(self, draft: EagleDraft) -> _Head:
@@ -101,6 +116,28 @@ class EagleDecoder:
         linear = StackedLinear(self._ends.head[ids][None], codes=[own])
         linear.pack()
         return _Head(ids, linear)
+
+    def _screen_key(self, expert: int) -> bytes:
+        basis = self._drafts[expert].basis.float().cpu().numpy()
+        return self._head_of[expert] + bytes(basis)
+
+    def _make_screens(self) -> dict[bytes, _Screen]:
+        """Screens by :meth:`_screen_key`; none unless the kernels and all drafts can."""
+        if not self.rolls_out or not all(len(draft.basis) for draft in self._drafts):
+            return {}
+        screens: dict[bytes, _Screen] = {}
+        for expert, draft in enumerate(self._drafts):
+            key = self._screen_key(expert)
+            screens[key] = screens.get(key) or self._screens.get(key) or self._screen(draft)
+        return screens
+
+    def _screen(self, draft: EagleDraft) -> _Screen:
+        basis = draft.basis.to(draft.dtype)
+        head = (draft.head.float() @ basis.float().T).to(draft.dtype)
+        screen = _Screen(*(StackedLinear(part[None], rounds=True) for part in (basis, head)))
+        screen.basis.pack()
+        screen.head.pack()
+        return screen
 
     def __call__(
         self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int = 1
@@ -166,9 +203,14 @@ class EagleDecoder:
     def _plan(self, expert: int) -> EaglePlan:
         if expert not in self._plans:
             head = self._heads[self._head_of[expert]]
-            fuse, norm = self._fuse.packed(expert), self._norm
-            parts = norm.weight[expert], norm.eps, head.linear.packed(0), head.vocabulary
-            self._plans[expert] = EaglePlan(fuse, *parts)
+            parts = self._fuse.packed(expert), self._norm.weight[expert], self._norm.eps
+            if self._screens:
+                own = self._screens[self._screen_key(expert)]
+                screen = own.basis.packed(0), self._ends.head
+                plan = EaglePlan(*parts, own.head.packed(0), head.vocabulary, screen)
+            else:
+                plan = EaglePlan(*parts, head.linear.packed(0), head.vocabulary)
+            self._plans[expert] = plan
         return self._plans[expert]
 
     def _logits(self, hidden: Tensor, experts: Sequence[int]) -> Tensor:

@@ -33,6 +33,7 @@ from paceline.actors.training.batches import (
     usable,
 )
 from paceline.actors.training.distiller import Distiller
+from paceline.actors.training.eagle import state_basis
 from paceline.actors.training.expert_evaluation import step_agreement
 from paceline.actors.training.optimizer_state import load_checkpoint, save_checkpoint
 from paceline.actors.training.settings import DistillerSettings
@@ -48,6 +49,7 @@ from paceline.actors.weights.eagle import (
 
 _PROMPTS = 48  # of a turn of generation
 _STEPS = 24  # of a turn of training
+_BASIS_BATCHES = 64  # whose states give the basis
 _MICRO_BATCH = 8  # records
 _FIRST_RECORDS = 192  # before training starts and the vocabulary is chosen
 _GENERATING = 0.35  # share of the time
@@ -202,8 +204,12 @@ class DraftMaker:
             self._prepare()
         self._save()
         assert self._distiller is not None
+        state = self._distiller.state_dict()
         draft = read_draft(self._work / "initial")
-        load_state(draft, self._distiller.state_dict())
+        load_state(draft, state)
+        known = micro_batches(self._usable(), _MICRO_BATCH, self._rng)[:_BASIS_BATCHES]
+        batches = (make_batch(batch, _CONTEXT) for batch in known)
+        draft.basis = state_basis(self._distiller.served(state), batches)
         save_draft(draft, self._settings.out)
         return self._settings.out
 
@@ -302,19 +308,23 @@ class DraftMaker:
         if self._distiller is None:
             self._prepare()
         assert self._distiller is not None
-        distiller = self._distiller
-        size = distiller.vocab_size
-        records = [
-            record
-            for record in self._records
-            if usable(record, size) and not is_held_out(record.prompt_token_ids, _HELD_OUT)
-        ]
+        distiller, records = self._distiller, self._usable()
         part = min(1.0, self._elapsed / self._settings.seconds)
         rate = _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * part))
         distiller.scale_rate(rate)
         for batch in micro_batches(records, _MICRO_BATCH, self._rng)[:_STEPS]:
             share = make_shares([make_batch(batch, _CONTEXT)], distiller.settings.objective)[0]
             self._acceptance = distiller.learn(share).expected_acceptance
+
+    def _usable(self) -> list[ReplayRecord]:
+        """The records to learn from."""
+        assert self._distiller is not None
+        size = self._distiller.vocab_size
+        return [
+            record
+            for record in self._records
+            if usable(record, size) and not is_held_out(record.prompt_token_ids, _HELD_OUT)
+        ]
 
     def _save(self) -> None:
         """Write what a further run needs."""

@@ -7,6 +7,7 @@ computed; from the second on it reads its own hidden states of the step before, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ STEPS = 3
 STEP_DECAY = 0.8  # weight of a step's loss relative to the one before
 _NEVER = -1e4  # logit of tokens outside the vocabulary
 _POSITIONS = 128  # whose logits exist at a time
+MAX_RANK = 128  # of a basis
 
 
 def draft_vocabulary(draft: EagleDraft, batch: Batch) -> Batch:
@@ -151,6 +153,26 @@ def step_states(draft: EagleDraft, batch: Batch, steps: int = STEPS) -> list[Ten
         found.append(state[batch.rows, batch.columns])
         hidden = _shifted(state)
     return found
+
+
+@torch.inference_mode()
+def state_basis(draft: EagleDraft, batches: Iterable[Batch]) -> Tensor:
+    """The principal components of the head's inputs, float32 ``[R, H]``, orthonormal rows.
+
+    Of their second moments, not centred: a product with the head's rows needs their mean too.
+
+    Args:
+        draft: with its target's ends.
+        batches: with hidden states.
+    """
+    size = int(draft.config.hidden_size)
+    moments = torch.zeros(size, size)
+    for batch in batches:
+        states = torch.cat(step_states(draft, batch)).float().cpu()
+        moments += states.T @ states
+    rank = min(MAX_RANK, size // 4)
+    vectors: Tensor = torch.linalg.eigh(moments).eigenvectors
+    return vectors[:, -rank:].T.contiguous()
 
 
 def _shifted(hidden: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from paceline.actors.weights.target_ends import (
 
 MODEL_TYPE = "eagle"
 VOCABULARY = "vocabulary"
+BASIS = "basis"
 _NORM = "model.norm.weight"
 _LAYERS = "model.layers."
 _MARKED_ROWS = 64
@@ -76,8 +77,14 @@ class EagleDraft(nn.Module):
     Attributes:
         config: transformers' config of the trunk, with the target's ``vocab_size``.
         mark: of the target, see :func:`target_mark`.
+        basis: ``[R, H]``, orthonormal directions that hold most of the head's inputs, by which a
+            product of R instead of H columns tells the few tokens that may be the most probable;
+            R is 0 where they are not known. No part of a version: experts keep that of the draft
+            that they start from.
         ends: the target's embedding and head; no parameters of the draft.
     """
+
+    basis: Tensor
 
     def __init__(self, config: PreTrainedConfig, mark: str, draft_vocabulary: int) -> None:
         """Make a draft with random weights.
@@ -96,6 +103,7 @@ class EagleDraft(nn.Module):
         self.trunk = AutoModel.from_config(own, attn_implementation="eager")
         self.trunk.embed_tokens = None
         self.register_buffer(VOCABULARY, torch.arange(draft_vocabulary, dtype=torch.int32))
+        self.register_buffer(BASIS, torch.empty(0, hidden), persistent=False)
         # In a tuple: neither parameters nor buffers.
         self._ends: tuple[TargetEnds, ...] = ()
         self._own_head: tuple[Tensor, Tensor] | None = None  # and the vocabulary that it is of
@@ -139,7 +147,7 @@ class EagleDraft(nn.Module):
         """Another draft of this shape, for the same target, on the same device."""
         size = len(self.get_buffer(VOCABULARY))
         draft = EagleDraft(self.config, self.mark, size).cast(self.device, self.dtype)
-        draft.ends = self.ends
+        draft.ends, draft.basis = self.ends, self.basis
         return draft
 
     def get_output_embeddings(self) -> None:
@@ -288,7 +296,7 @@ def save_draft(draft: EagleDraft, folder: str | Path) -> None:
     }
     state = {
         name: tensor.detach().to("cpu", published_dtype(tensor)).contiguous()
-        for name, tensor in draft.state_dict().items()
+        for name, tensor in (*draft.state_dict().items(), (BASIS, draft.basis))
     }
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     # Last: a draft is there if its config is.
@@ -336,7 +344,9 @@ def read_draft(folder: str | Path) -> EagleDraft:
     size = draft_vocabulary_size(folder)
     draft = EagleDraft(trunk_config(folder), facts["target_mark"], size)
     try:
-        draft.load_state_dict(load_file(folder / "model.safetensors"))
+        state = load_file(folder / "model.safetensors")
+        draft.basis = state.pop(BASIS, draft.basis).float()
+        draft.load_state_dict(state)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{folder}: {str(error).splitlines()[0]}") from error
     return draft

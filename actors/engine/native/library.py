@@ -97,6 +97,8 @@ class _Draft(ctypes.Structure):
         ("head", _Weight),
         ("vocabulary", ctypes.c_void_p),
         ("eps", ctypes.c_float),
+        ("basis", _Weight),
+        ("rows", ctypes.c_void_p),
     )
 
 
@@ -249,7 +251,13 @@ class EaglePlan:
     """What an EAGLE draft has beside its trunk, as :meth:`Kernels.rollout` reads it."""
 
     def __init__(
-        self, fuse: PackedWeight, norm: Tensor, eps: float, head: PackedWeight, vocabulary: Tensor
+        self,
+        fuse: PackedWeight,
+        norm: Tensor,
+        eps: float,
+        head: PackedWeight,
+        vocabulary: Tensor,
+        screen: tuple[PackedWeight, Tensor] | None = None,
     ) -> None:
         """Point at the weights.
 
@@ -257,11 +265,15 @@ class EaglePlan:
             fuse: ``[H, 2H]``.
             norm: ``[H]``, the final norm.
             eps: of the norm.
-            head: ``[D, H]``.
+            head: ``[D, H]``; with a screen ``[D, R]``, of states in its basis.
             vocabulary: int64 ``[D]``, token ids of the head's rows.
+            screen: basis ``[R, H]``, and ``[V, H]``, the rows of the exact head; all drafts of a
+                rollout have one, or none has.
         """
-        self._held = fuse, norm, head, vocabulary
+        self._held = fuse, norm, head, vocabulary, screen
         self.struct = _Draft(fuse.struct, norm.data_ptr(), head.struct, vocabulary.data_ptr(), eps)
+        if screen is not None:
+            self.struct.basis, self.struct.rows = screen[0].struct, screen[1].data_ptr()
 
 
 def _pointers(plans: Sequence[LayerPlan] | Sequence[EaglePlan]) -> Any:

@@ -12,10 +12,54 @@ namespace {
 struct RolloutDraft {
   Weight fuse;               // [hidden, 2 * hidden]
   const void* norm;          // [hidden]
-  Weight head;               // [tokens of the draft's vocabulary, hidden]
+  Weight head;               // [tokens of the draft's vocabulary, hidden], or [tokens, rank]
   const int64_t* vocabulary;  // [tokens], ids
   float eps;
+  // If there is a basis, the head reads states in it: its logits are guesses, see likeliest().
+  Weight basis;      // [rank, hidden]
+  const void* rows;  // [vocabulary of the target, hidden], the exact head
 };
+
+constexpr float kSlack = 3.0f;    // below the best guess a token is out of the question
+constexpr int64_t kGuesses = 256;  // with an exact logit, at most
+
+template <class T>
+float dot(const T* a, const T* b, int64_t size) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; ++i) sum += widen(a[i]) * widen(b[i]);
+  return sum;
+}
+
+// The most probable token by the exact logits of those that guesses put near the top, and its
+// probability among them: not finite if the guesses are not.
+template <class T>
+void likeliest(const RolloutDraft& draft, const T* guesses, const T* state, int64_t* index,
+               float* prob) {
+  constexpr int64_t block = 64;
+  const int64_t size = draft.head.out, hidden = draft.basis.in;
+  float largest = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < size; ++i) largest = std::max(largest, widen(guesses[i]));
+  float logits[kGuesses], best = -std::numeric_limits<float>::infinity(), total = 0.0f;
+  int64_t count = 0;
+  *index = 0;
+  for (int64_t start = 0; start < size && count < kGuesses; start += block) {
+    const int64_t end = std::min(size, start + block);
+    float here = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : here)
+    for (int64_t i = start; i < end; ++i) here = std::max(here, widen(guesses[i]));
+    if (!(here > largest - kSlack)) continue;
+    for (int64_t i = start; i < end && count < kGuesses; ++i) {
+      if (!(widen(guesses[i]) > largest - kSlack)) continue;
+      const T* row = static_cast<const T*>(draft.rows) + draft.vocabulary[i] * hidden;
+      const float logit = logits[count++] = dot(row, state, hidden);
+      if (logit > best) best = logit, *index = i;
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) total += exponential(logits[i] - best);
+  *prob = count == 0 ? std::numeric_limits<float>::quiet_NaN() : 1.0f / total;
+}
 
 struct Rollout {
   Forward forward;  // of the first step; x, memory and out are made here
@@ -37,8 +81,9 @@ class RolloutRun {
       : r_(r), f_(r.forward), rows_(f_.experts * f_.tokens / f_.attention.steps) {
     const Attention& a = f_.attention;
     for (int64_t e = 0; e < f_.experts; ++e) widest_ = std::max(widest_, r.drafts[e]->head.out);
+    rank_ = r.drafts[0]->basis.packed == nullptr ? 0 : r.drafts[0]->basis.out;
     memory_.resize(work_size(f_) + f_.experts * f_.tokens * 4 * f_.hidden +
-                   rows_ * (f_.hidden + widest_));
+                   rows_ * (f_.hidden + rank_ + widest_));
     T* at = memory_.data();
     const auto take = [&](int64_t size) { return std::exchange(at, at + size); };
     f_.memory = take(work_size(f_));
@@ -46,6 +91,7 @@ class RolloutRun {
     f_.out = take(f_.experts * f_.tokens * f_.hidden);
     inputs_ = take(f_.experts * f_.tokens * 2 * f_.hidden);
     last_ = take(rows_ * f_.hidden);
+    projected_ = take(rows_ * rank_);
     logits_ = take(rows_ * widest_);
     positions_.resize(a.batch);
     for (int64_t b = 0; b < a.batch; ++b)
@@ -104,7 +150,8 @@ class RolloutRun {
       add_norm(static_cast<T*>(f_.x) + at, static_cast<const T*>(f_.out) + at,
                static_cast<const T*>(own.norm), own.eps, hidden, last_ + s * hidden);
     }
-    product(&RolloutDraft::head, last_, rows_of_draft(), logits_, widest_);
+    if (rank_ != 0) product(&RolloutDraft::basis, last_, rows_of_draft(), projected_, rank_);
+    product(&RolloutDraft::head, rank_ != 0 ? projected_ : last_, rows_of_draft(), logits_, widest_);
   }
 
   // The most probable token of every row. A row ends at its limit, or before a token with which the
@@ -114,8 +161,10 @@ class RolloutRun {
       const int64_t expert = slot(b) / rows_of_draft(), row = slot(b) % rows_of_draft();
       const RolloutDraft& own = *r_.drafts[expert];
       const T* logits = logits_ + expert * rows_of_draft() * widest_ + row * own.head.out;
+      float* prob = r_.probs + b * r_.most + step;
       int64_t index;
-      top_one(logits, 1, own.head.out, &index, r_.probs + b * r_.most + step);
+      if (rank_ == 0) top_one(logits, 1, own.head.out, &index, prob);
+      else likeliest(own, logits, last_ + slot(b) * f_.hidden, &index, prob);
       r_.ids[b * r_.most + step] = own.vocabulary[index];
     });
     for (int64_t b = 0; b < f_.attention.batch; ++b) {
@@ -143,12 +192,12 @@ class RolloutRun {
 
   const Rollout& r_;
   Forward f_;
-  int64_t rows_, widest_ = 0;
+  int64_t rows_, widest_ = 0, rank_ = 0;
   std::vector<T> memory_;
   std::vector<int64_t> positions_;
   std::vector<float> reach_;
   std::vector<bool> ended_;
-  T *inputs_, *last_, *logits_;
+  T *inputs_, *last_, *projected_, *logits_;
 };
 
 }  // namespace

@@ -30,7 +30,7 @@ from paceline.actors.speculation.rejection_sampler import Proposal
 from paceline.actors.training.batches import make_batch, token_counts
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.eagle import step_states
+from paceline.actors.training.eagle import state_basis, step_states
 from paceline.actors.training.forward import draft_logits
 from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings, TrainerSettings
 from paceline.actors.training.shares import make_shares, split_share
@@ -224,6 +224,52 @@ def test_all_steps_in_one_call_draft_as_one_after_the_other(
             torch.testing.assert_close(*probs, rtol=1e-4, atol=1e-6)
     lengths = {n for p in together for n in p.num_drafted.tolist()}
     assert max(lengths) in longest
+
+
+def with_basis(target: Path, folder: Path, basis: torch.Tensor, norm: float | None = None) -> Path:
+    draft = new_draft(target, vocabulary=SMALL)
+    torch.manual_seed(3)
+    torch.nn.init.normal_(draft.fuse.weight, std=0.1)
+    if norm is not None:
+        torch.nn.init.constant_(draft.trunk.norm.weight, norm)
+    draft.basis = basis
+    save_draft(draft, folder)
+    return folder
+
+
+def test_a_basis_finds_the_token_of_the_whole_head(target: Path, tmp_path: Path) -> None:
+    """A whole one always; one of few directions mostly, by states of other prompts."""
+    if kernels_for(DEVICE, torch.float32) is None:
+        pytest.skip("needs the kernels")
+    whole, _ = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(4)))
+    plain = with_basis(target, tmp_path / "none", torch.empty(0, 32))
+    engine = eagle_engine(target, {"a": plain}, 64, k=5)
+    records = records_of(engine, [request("r", [7, 8, 9], max_tokens=60, ignore_eos=True)])
+    loaded = load_draft(plain, target, torch.float32, DEVICE)
+    few = state_basis(loaded, [make_batch(records, 512)])
+    assert few.shape == (8, 32)
+    torch.testing.assert_close(few @ few.T, torch.eye(8), rtol=0, atol=1e-4)
+    found = []
+    for i, basis in enumerate((torch.empty(0, 32), whole, few)):
+        folder = with_basis(target, tmp_path / f"{i}", basis)
+        engine = eagle_engine(target, {"a": folder}, 64, k=1)
+        own = records_of(engine, asked())
+        found.append([token for record in own for token in record.draft_token_ids.tolist()])
+    none, by_whole, by_few = found
+    assert len(set(none)) > 5
+    assert by_whole == none
+    same = [a == b for a, b in zip(none, by_few, strict=True)]
+    assert len(same) > 50
+    assert sum(same) > 0.6 * len(same)
+
+
+def test_states_that_are_not_finite_draft_nothing_by_a_basis(target: Path, tmp_path: Path) -> None:
+    folder = with_basis(target, tmp_path / "d", torch.eye(32), float("nan"))
+    engine = eagle_engine(target, {"a": folder}, 64, k=3)
+    plain = engine_of(load_causal_lm(target, torch.float32, DEVICE), [])
+    found = run(engine, asked(), draft_failures=True)
+    assert [tokens_of(found[r.request_id]) for r in asked()] == answers(plain, asked())
+    assert engine.draft_failures > 0
 
 
 @pytest.mark.parametrize("positions", [None, 160])
@@ -445,6 +491,7 @@ def test_a_step_sees_the_tokens_before_and_its_own_drafts(target: Path, draft: P
 
 def test_a_draft_is_saved_and_made_for_one_target(target: Path, tmp_path: Path) -> None:
     model = new_draft(target)
+    model.basis = torch.eye(8, 32)
     save_draft(model, tmp_path / "draft")
     assert is_eagle(tmp_path / "draft")
     assert not is_eagle(target)
@@ -452,6 +499,10 @@ def test_a_draft_is_saved_and_made_for_one_target(target: Path, tmp_path: Path) 
     again = read_draft(tmp_path / "draft")
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0.01, atol=0.01)
+    assert torch.equal(again.basis, model.basis)
+    assert "basis" not in again.state_dict()
+    loaded = load_draft(tmp_path / "draft", target, torch.float32, torch.device("cpu"))
+    assert torch.equal(loaded.twin().basis, model.basis)
     tiny_llama(7, vocab=VOCAB).save_pretrained(tmp_path / "other")
     assert target_mark(tmp_path / "other") != target_mark(target)
     with pytest.raises(ModelError, match="made for another target"):

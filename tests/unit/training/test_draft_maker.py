@@ -72,6 +72,8 @@ def test_a_draft_is_made_resumed_and_learns(tmp_path: Path) -> None:
     ).eval()
     after, before = (step_agreement(d, held_out, max_length=512) for d in (made, initial))
     assert len(after) == 3
+    rank, size = made.basis.shape
+    assert rank == size // 4
     assert sum(after) > sum(before) + 0.3
     prompts = [tuple(record.prompt_token_ids.tolist()) for record in held_out[:2]]
     speed = measure_speed(further, after, prompts, ticks())
