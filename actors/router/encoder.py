@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import (
-    embedding,
-    layer_norm,
-    linear,
-    normalize,
-    scaled_dot_product_attention,
-)
+from torch.nn.functional import embedding, layer_norm, linear, normalize
 from transformers import AutoTokenizer, BertModel, PreTrainedModel
 
 logger = logging.getLogger(__name__)
@@ -77,17 +72,23 @@ def fingerprint(folder: Path, model: PreTrainedModel) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Dense:
-    weight: Tensor
+    weight: Tensor  # in bfloat16 as oneDNN reads it, which `linear` would reorder in every call
     bias: Tensor
 
     @classmethod
     def of(cls, *modules: torch.nn.Linear) -> _Dense:
         """Linear layers of one input as one."""
-        weights, biases = [m.weight.detach() for m in modules], [m.bias.detach() for m in modules]
-        return cls(torch.cat(weights), torch.cat(biases))
+        weight = torch.cat([m.weight.detach() for m in modules])
+        if weight.dtype is torch.bfloat16:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        return cls(weight, torch.cat([m.bias.detach() for m in modules]))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        if not self.weight.is_mkldnn:
+            return linear(x, self.weight, self.bias)
+        product = torch.ops.mkldnn._linear_pointwise
+        result: Tensor = product(x, self.weight, self.bias, "none", [], "")
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +167,10 @@ class BertEncoder:
     def _through(self, layer: _EncoderLayer, hidden: Tensor, rows: int) -> Tensor:
         """The first ``rows`` of a layer's output for ``[T, H]``."""
         split = layer.queries_keys_values(hidden).view(len(hidden), 3, self._heads, -1)
-        queries, keys, values = split.permute(1, 2, 0, 3).unsqueeze(1)
-        seen = scaled_dot_product_attention(queries[:, :, :rows], keys, values)
-        seen = seen[0].transpose(0, 1).reshape(rows, -1)
+        queries, keys, values = split.permute(1, 2, 0, 3)
+        # at these lengths faster than `scaled_dot_product_attention`
+        scores = queries[:, :rows] @ keys.transpose(1, 2) / math.sqrt(queries.shape[-1])
+        seen = (scores.softmax(-1) @ values).transpose(0, 1).reshape(rows, -1)
         hidden = layer.attended_norm(layer.attended(seen) + hidden[:rows])
         wide = layer.activation(layer.widened(hidden))
         return layer.norm(layer.narrowed(wide) + hidden)
