@@ -116,8 +116,8 @@ class ModelRunner:
         return decoder
 
     @property
-    def has_graphs(self) -> bool:
-        """Whether short forwards run as CUDA graphs, see :meth:`rollout`."""
+    def rolls_out(self) -> bool:
+        """Whether all steps of a draft can be one call, see :meth:`rollout`."""
         return isinstance(self.decoder, GraphedDecoder)
 
     @torch.inference_mode()
@@ -163,7 +163,7 @@ class ModelRunner:
         steps: int,
         layout: ExpertLayout,
     ) -> tuple[Tensor, Tensor] | None:
-        """Draft the most probable tokens, all steps in one CUDA graph.
+        """Draft the most probable tokens, all steps in one call: a CUDA graph.
 
         Args:
             rows: B rows.
@@ -174,7 +174,8 @@ class ModelRunner:
             layout: models of the rows.
 
         Returns:
-            tokens int64 and their probabilities float32, ``[B, k]`` each; None without graphs.
+            tokens int64 and their probabilities float32, ``[B, k]`` each; None unless it
+            ``rolls_out``.
         """
         if not isinstance(self.decoder, GraphedDecoder):
             return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,17 @@ def most_probable(logits: Tensor) -> Tensor:
     ids = torch.empty(logits.shape[:-1], dtype=torch.int64)
     kernels.top_one(logits, ids)
     return ids
+
+
+def have_distributions(logits: Tensor) -> bool:
+    """Whether float logits ``[..., V]`` each give a distribution: no NaN, no +inf, not only -inf.
+
+    Without kernels it is also false if some of them are -inf.
+    """
+    kernels = kernels_for(logits.device, logits.dtype)
+    if kernels is not None:
+        return kernels.have_distributions(logits)
+    return math.isfinite(logits.sum().item())
 
 
 def most_probable_into(logits: Tensor, ids: Tensor, probs: Tensor) -> None:

@@ -266,6 +266,30 @@ class EagleRunner(ModelRunner):
         del graph_tokens
         return EagleDecoder(self.models, self.max_model_len)
 
+    @property
+    def rolls_out(self) -> bool:
+        """See ModelRunner; by the kernels."""
+        return self.decoder.rolls_out
+
+    def rollout(
+        self,
+        rows: Sequence[int],
+        token_ids: Tensor,
+        positions: Tensor,
+        span: int,
+        steps: int,
+        layout: ExpertLayout,
+    ) -> tuple[Tensor, Tensor] | None:
+        """See ModelRunner; hidden states of the positions before are zeros: a profile."""
+        if not self.rolls_out:
+            return None
+        count, size = len(rows), int(self.models[0].config.hidden_size)
+        hidden = torch.zeros(*token_ids.shape, size, dtype=self.models[0].dtype)
+        never = torch.zeros(count), torch.zeros(count, 1)
+        inputs = _Inputs(rows, token_ids, hidden, positions, span, layout)
+        ids, probs, _ = self.draft_greedy(inputs, torch.full((count,), steps), never)
+        return ids, probs
+
     @torch.inference_mode()
     def draft_greedy(
         self, inputs: _Inputs, limits: Tensor, ends: tuple[Tensor, Tensor]

@@ -341,7 +341,7 @@ class ExpertStack:
 
     def _replay(self, rows: Sequence[DraftRow], steps: int) -> tuple[Tensor, Tensor] | None:
         """As :meth:`_draft_greedy`, by a recorded graph; None if the runner has none."""
-        if not self.runner.has_graphs:
+        if not self.runner.rolls_out:
             return None
         kv_rows = [self._table.row(row.request_id) for row in rows]
         start = device_tensor([_last_two(row) for row in rows], self.runner.device)

@@ -10,6 +10,7 @@ import torch
 from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.engine.top_tokens import most_probable
 from paceline.actors.speculation.costs import (
     DraftCosts,
     PrefillCosts,
@@ -26,7 +27,7 @@ from paceline.actors.weights.slots import is_candidate
 
 _PROFILED_CONTEXT = 128  # tokens
 _PROFILED_PROMPT = 64  # tokens
-_ROLLOUT = 4  # draft steps of a recorded graph that are profiled together
+_ROLLOUT = 4  # draft steps of one call that are profiled together
 
 
 def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None]:
@@ -39,7 +40,7 @@ def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None
         ids = torch.zeros(rows, tokens, dtype=torch.int64, device=runner.device)
         layout = ExpertLayout([i % experts for i in range(rows)], runner.device)
         logits = runner.forward(range(rows), ids, positions, context + tokens, layout=layout)
-        logits.float().topk(1).indices.tolist()  # waits for the device
+        most_probable(logits).tolist()  # waits for the device
 
     return run
 
@@ -69,7 +70,7 @@ def profile_draft(
     draft: ModelRunner, context: int, rows: Sequence[int], experts: Sequence[int]
 ) -> dict[tuple[int, int], float]:
     """Seconds of one draft step by (rows, experts)."""
-    if not draft.has_graphs:
+    if not draft.rolls_out:
         run = stepper(draft, context)
         return profile(lambda b, e: run(b, 1, e), rows, experts, time.perf_counter)
     several = rollout_stepper(draft, context)

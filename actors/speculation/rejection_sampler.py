@@ -21,7 +21,12 @@ from torch import Tensor
 from paceline.actors.engine.gumbel import gumbel, stream_key
 from paceline.actors.engine.logits_processors import TokenCounts, TokenMasks, process_logits
 from paceline.actors.engine.sampling import SamplingBatch, draw, processed_probs
-from paceline.actors.engine.top_tokens import accept_greedy, leading_true, most_probable
+from paceline.actors.engine.top_tokens import (
+    accept_greedy,
+    have_distributions,
+    leading_true,
+    most_probable,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,7 @@ def non_finite_positions(logits: Tensor) -> list[list[bool]] | None:
     Returns:
         T flags per row; None if there is no such position, which is much cheaper.
     """
-    if math.isfinite(logits.sum().item()):
+    if have_distributions(logits):
         return None
     broken = ~logits.amax(dim=-1).isfinite()  # amax propagates NaN
     return broken.tolist() if bool(broken.any()) else None

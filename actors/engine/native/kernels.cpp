@@ -50,6 +50,9 @@ extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
                                  float* probs) {                                               \
     top_one(static_cast<const T*>(logits), n, size, ids, probs);                               \
   }                                                                                            \
+  extern "C" bool have_distributions_##NAME(const void* logits, int64_t n, int64_t size) {     \
+    return have_distributions(static_cast<const T*>(logits), n, size);                         \
+  }                                                                                            \
   extern "C" void top_k_##NAME(const void* logits, int64_t n, int64_t size, int64_t k,         \
                                int64_t* ids, float* values, float* logsumexp) {                \
     top_k(static_cast<const T*>(logits), n, size, k, ids, values, logsumexp);                  \

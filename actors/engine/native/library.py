@@ -297,6 +297,9 @@ class Kernels:
         self._rollout.argtypes = [ctypes.POINTER(_Rollout)]
         self._top_one = library[f"top_one_{NAMES[dtype]}"]
         self._top_one.argtypes = [pointer, size, size, pointer, pointer]
+        self._have_distributions = library[f"have_distributions_{NAMES[dtype]}"]
+        self._have_distributions.argtypes = [pointer, size, size]
+        self._have_distributions.restype = ctypes.c_bool
         self._top_k = library[f"top_k_{NAMES[dtype]}"]
         self._top_k.argtypes = [pointer, size, size, size, pointer, pointer, pointer]
         self._accept = library[f"accept_{NAMES[dtype]}"]
@@ -484,6 +487,12 @@ class Kernels:
         behind = torch.arange(most) >= counts[:, None]
         ids, probs = ids[:, :most], probs[:, :most]
         return ids.masked_fill(behind, 0), probs.masked_fill(behind, 0.0), counts
+
+    def have_distributions(self, logits: Tensor) -> bool:
+        """Whether all logits ``[..., V]`` give distributions, see top_tokens."""
+        logits = logits.contiguous()
+        size = logits.shape[-1]
+        return bool(self._have_distributions(logits.data_ptr(), logits.numel() // size, size))
 
     def top_one(self, logits: Tensor, ids: Tensor, probs: Tensor | None = None) -> None:
         """Find the first index of the largest entry along the last axis.

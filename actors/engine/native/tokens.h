@@ -23,6 +23,23 @@ void top_one(const T* logits, int64_t n, int64_t size, int64_t* ids, float* prob
   }
 }
 
+// Whether n rows of logits each give a distribution: no NaN, no +inf, and something but -inf.
+template <class T>
+bool have_distributions(const T* logits, int64_t n, int64_t size) {
+  constexpr float infinity = std::numeric_limits<float>::infinity();
+  for (int64_t row = 0; row < n; ++row, logits += size) {
+    int32_t broken = 0, some = 0;
+#pragma omp simd reduction(| : broken, some)
+    for (int64_t i = 0; i < size; ++i) {
+      const float x = widen(logits[i]);
+      broken |= !(x < infinity);
+      some |= x > -infinity;
+    }
+    if (broken || !some) return false;
+  }
+  return true;
+}
+
 // Finds the k largest entries of n rows, descending, equal ones in order, and the logsumexp of each
 // row.
 template <class T>
