@@ -1,8 +1,8 @@
 # One command each: every target does its own set-up first, and a second call skips it.
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check | make soak
 #   make experts | make bench-peers ARGS="--quick" | bench-decode | bench-memory | bench-faults | bench-idle
-#   make bench-online ARGS="--quick" | bench-shifts | bench-speeds | bench-grid | bench-adapters | bench-medusa
-#   make bench-routes | bench-router | bench-traffic | bench-conversation | bench-proof | test-cluster | test-clients
+#   make bench-online ARGS="--quick" | bench-shifts | bench-speeds | bench-lengths | bench-grid | bench-adapters
+#   make bench-medusa | bench-routes | bench-router | bench-traffic | bench-conversation | bench-proof | test-cluster | test-clients
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -27,8 +27,8 @@ export VIRTUAL_ENV :=
 export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-peers bench-decode bench-memory bench-faults soak \
-	bench-online bench-shifts bench-speeds bench-grid bench-adapters bench-medusa bench-routes bench-router bench-traffic \
-	bench-idle bench-conversation bench-proof test test-full test-clients test-cluster test-gpu check \
+	bench-online bench-shifts bench-speeds bench-lengths bench-grid bench-adapters bench-medusa \
+	bench-routes bench-router bench-traffic bench-idle bench-conversation bench-proof test test-full test-clients test-cluster test-gpu check \
 	format clean
 
 help:
@@ -92,7 +92,7 @@ bench-peers: setup
 soak: setup
 	@$(PY) benchmarks/soak.py $(ARGS)
 
-bench-shifts bench-speeds bench-grid bench-medusa bench-traffic bench-routes: bench-%: setup
+bench-shifts bench-speeds bench-lengths bench-grid bench-medusa bench-traffic bench-routes: bench-%: setup
 	@PYTHONPATH=benchmarks $(PY) -m online.$* $(ARGS)
 
 bench-adapters: setup
