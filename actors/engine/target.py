@@ -370,11 +370,10 @@ class TargetReplica:
             raise RuntimeError("a round of the engine hangs")
 
     def _limit_records(self, request: GenerationRequest) -> GenerationRequest:
-        """Drop the record of a request if its topic is over the rate limit."""
-        limited = request.has_record and not request.background and self._shards
-        if limited and not self._record_limiter.acquire(request.topic):
-            return replace(request, recorded=False)
-        return request
+        """Drop the record of a request that nothing takes, or whose topic is over the limit."""
+        limited = request.has_record and not request.background
+        taken = not limited or self._record_limiter.acquire(request.topic)
+        return request if self._shards and taken else replace(request, recorded=False)
 
     def _insert_record(self, record: ReplayRecord) -> None:
         shard = self._shards.get(record.topic)

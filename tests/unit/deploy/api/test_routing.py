@@ -283,3 +283,10 @@ def test_of_a_flood_some_are_kept_and_all_are_answered(target: TargetReplica, ke
     assert [r.request_id for r in kept.shards["sql"]] == ["sql-a", "sql-c"]
     assert kept.left_out["sql"] == 1
     assert [r.request_id for r in kept.shards["general"]] == ["general-a"]
+
+
+def test_nothing_is_recorded_where_no_shard_takes_it(target: TargetReplica) -> None:
+    asked = GenerationRequest("a", (5, 6, 7), SamplingParams(max_tokens=4), "sql", "sql")
+    assert target._limit_records(asked).has_record
+    target._shards = {}
+    assert not target._limit_records(asked).has_record
