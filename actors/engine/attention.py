@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from paceline.actors.engine import paged_attention as paged
 from paceline.actors.engine.kv_cache import KVCache
+from paceline.actors.engine.native.library import kernels_for
 
 ATTENTION_NAME = "paceline"
 
@@ -131,6 +132,11 @@ class StepContext:
     def write_hidden(self, hidden: Tensor) -> None:
         """Store the new tokens' hidden states, ``[B, T, H]``."""
         assert self.kv.hidden is not None
+        kernels = kernels_for(hidden.device, hidden.dtype)
+        if kernels is not None:
+            at = self.kv.block_tables, self.rows, self.positions
+            kernels.write_states(self.kv.hidden, *at, hidden)
+            return
         self.kv.hidden.view(-1, hidden.shape[-1])[self.slots.flatten()] = hidden.flatten(0, 1)
 
     def read(self, stored: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.actors.engine.native.library import kernels_for
+
 
 class BlockAllocator:
     """Reference-counted allocator of the blocks 1..size.
@@ -413,8 +415,12 @@ class KVCache:
         """
         assert self.hidden is not None
         self.sync()
+        index = torch.tensor(rows, device=self.device)
+        kernels = kernels_for(self.device, self.hidden.dtype)
+        if kernels is not None:
+            return kernels.read_states(self.hidden, self.block_tables, index, positions)
         at = positions.clamp(min=0)
-        table = self.block_tables[torch.tensor(rows, device=self.device)].long()
+        table = self.block_tables[index].long()
         blocks = table.gather(1, (at // self.block_size).clamp(max=table.shape[1] - 1))
         states = self.hidden[blocks, at % self.block_size]
         return states.masked_fill(positions[..., None] < 0, 0.0)

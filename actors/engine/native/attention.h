@@ -375,6 +375,35 @@ inline void attend_tile(const Attention& a, const int32_t* table, const Bf16* ke
 
 #endif
 
+// States of tokens in a paged cache [blocks, block_size, size].
+template <class T>
+struct PagedStates {
+  T* cache;
+  const int32_t* tables;  // [rows of the cache, columns]
+  int64_t columns, block_size, size;
+  const int64_t *rows, *positions;  // [batch], [batch, steps]
+  int64_t batch, steps;
+
+  T* at(int64_t b, int64_t position) const {
+    const int64_t column = std::min(position / block_size, columns - 1);
+    const int64_t block = tables[rows[b] * columns + column];
+    return cache + (block * block_size + position % block_size) * size;
+  }
+
+  // Reads to `out` [batch, steps, size], zeros at negative positions.
+  void read(T* out) const {
+    for (int64_t i = 0; i < batch * steps; ++i, out += size) {
+      if (positions[i] < 0) std::fill(out, out + size, T{});
+      else std::memcpy(out, at(i / steps, positions[i]), size * sizeof(T));
+    }
+  }
+
+  void write(const T* states) const {
+    for (int64_t i = 0; i < batch * steps; ++i, states += size)
+      std::memcpy(at(i / steps, positions[i]), states, size * sizeof(T));
+  }
+};
+
 // Rotates and stores the new keys of one token of batch * steps, stores its new values.
 template <class T>
 void store_token(const Attention& a, int64_t index, const T* qkv, const T* cos, const T* sin,

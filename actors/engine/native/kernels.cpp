@@ -50,6 +50,22 @@ extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
                                  float* probs) {                                               \
     top_one(static_cast<const T*>(logits), n, size, ids, probs);                               \
   }                                                                                            \
+  extern "C" void read_states_##NAME(void* cache, const int32_t* tables, int64_t columns,        \
+                                     int64_t block_size, int64_t size, const int64_t* rows,    \
+                                     const int64_t* positions, int64_t batch, int64_t steps,   \
+                                     void* out) {                                              \
+    const PagedStates<T> paged{static_cast<T*>(cache), tables, columns, block_size, size,      \
+                               rows, positions, batch, steps};                                 \
+    paged.read(static_cast<T*>(out));                                                          \
+  }                                                                                            \
+  extern "C" void write_states_##NAME(void* cache, const int32_t* tables, int64_t columns,       \
+                                      int64_t block_size, int64_t size, const int64_t* rows,   \
+                                      const int64_t* positions, int64_t batch, int64_t steps,  \
+                                      const void* states) {                                    \
+    const PagedStates<T> paged{static_cast<T*>(cache), tables, columns, block_size, size,      \
+                               rows, positions, batch, steps};                                 \
+    paged.write(static_cast<const T*>(states));                                                \
+  }                                                                                            \
   extern "C" bool have_distributions_##NAME(const void* logits, int64_t n, int64_t size) {     \
     return have_distributions(static_cast<const T*>(logits), n, size);                         \
   }                                                                                            \

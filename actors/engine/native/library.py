@@ -280,6 +280,14 @@ def _pointers(plans: Sequence[LayerPlan] | Sequence[EaglePlan]) -> Any:
     return (ctypes.c_void_p * len(plans))(*(ctypes.addressof(own.struct) for own in plans))
 
 
+def _paged(cache: Tensor, tables: Tensor, rows: Tensor, positions: Tensor) -> tuple[int, ...]:
+    """The kernels' arguments; the caller must hold the tensors."""
+    return (
+        *(cache.data_ptr(), tables.data_ptr(), tables.shape[1], *cache.shape[1:]),
+        *(rows.data_ptr(), positions.data_ptr(), *positions.shape),
+    )
+
+
 class Kernels:
     """Kernels for one dtype.
 
@@ -297,6 +305,10 @@ class Kernels:
         self._rollout.argtypes = [ctypes.POINTER(_Rollout)]
         self._top_one = library[f"top_one_{NAMES[dtype]}"]
         self._top_one.argtypes = [pointer, size, size, pointer, pointer]
+        self._read_states = library[f"read_states_{NAMES[dtype]}"]
+        self._write_states = library[f"write_states_{NAMES[dtype]}"]
+        for move in (self._read_states, self._write_states):
+            move.argtypes = [*[pointer] * 2, *[size] * 3, *[pointer] * 2, *[size] * 2, pointer]
         self._have_distributions = library[f"have_distributions_{NAMES[dtype]}"]
         self._have_distributions.argtypes = [pointer, size, size]
         self._have_distributions.restype = ctypes.c_bool
@@ -471,8 +483,8 @@ class Kernels:
         call, held = plan.call(embedding.shape[1])
         token_ids, before = token_ids.contiguous(), before.contiguous()
         batch, most = len(token_ids), int(limits.max())
-        ids = torch.zeros(batch, most, dtype=torch.int64)
-        probs, counts = torch.zeros(batch, most), torch.empty_like(limits)
+        ids = torch.empty(batch, most, dtype=torch.int64)
+        probs, counts = torch.empty(batch, most), torch.empty_like(limits)
         own = _pointers(drafts)
         rollout = _Rollout(
             call,
@@ -483,10 +495,31 @@ class Kernels:
         )
         self._rollout(rollout)
         del held
-        most = int(counts.max())
-        behind = torch.arange(most) >= counts[:, None]
-        ids, probs = ids[:, :most], probs[:, :most]
-        return ids.masked_fill(behind, 0), probs.masked_fill(behind, 0.0), counts
+        longest = int(counts.max())
+        if longest < most:
+            ids, probs = ids[:, :longest].contiguous(), probs[:, :longest].contiguous()
+        return ids, probs, counts
+
+    def read_states(self, cache: Tensor, tables: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        """Read states ``[B, T, H]`` of a paged cache, zeros at negative positions.
+
+        Args:
+            cache: ``[blocks, block_size, H]``.
+            tables: int32 ``[rows, columns]``.
+            rows: int64 ``[B]``.
+            positions: int64 ``[B, T]``.
+        """
+        positions = positions.contiguous()
+        out = cache.new_empty(*positions.shape, cache.shape[-1])
+        self._read_states(*_paged(cache, tables, rows, positions), out.data_ptr())
+        return out
+
+    def write_states(
+        self, cache: Tensor, tables: Tensor, rows: Tensor, positions: Tensor, states: Tensor
+    ) -> None:
+        """Write what :meth:`read_states` reads; positions are not negative."""
+        positions, states = positions.contiguous(), states.contiguous()
+        self._write_states(*_paged(cache, tables, rows, positions), states.data_ptr())
 
     def have_distributions(self, logits: Tensor) -> bool:
         """Whether all logits ``[..., V]`` give distributions, see top_tokens."""

@@ -110,9 +110,12 @@ class RolloutRun {
     for (int64_t step = 0;; ++step) {
       forward();
       pick(step);
-      if (done()) return;
+      if (done()) break;
       next(step);
     }
+    for (int64_t b = 0; b < f_.attention.batch; ++b)
+      for (int64_t i = r_.counts[b]; i < r_.most; ++i)
+        r_.ids[b * r_.most + i] = 0, r_.probs[b * r_.most + i] = 0.0f;
   }
 
  private:
