@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from scipy import stats
 
 
@@ -19,3 +21,16 @@ def chi_square(observed: dict[Any, int], distribution: dict[Any, float]) -> floa
         f_obs.append(count - sum(f_obs))
         f_exp.append(rest * count)
     return float(stats.chisquare(f_obs, f_exp, sum_check=False).pvalue)
+
+
+def target_probs(
+    model: Any, tokens: Sequence[int], temperature: float, top_p: float
+) -> dict[int, float]:
+    """The probability of every next token that may follow, by the definition of top_p."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(tokens)])).logits[0, -1].double()
+    probs = torch.softmax(logits / temperature, -1)
+    ordered, order = probs.sort(descending=True)
+    ordered[ordered.cumsum(0) - ordered >= top_p] = 0
+    ordered /= ordered.sum()
+    return {int(i): float(p) for i, p in zip(order, ordered, strict=True) if p > 0}

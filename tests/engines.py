@@ -21,6 +21,7 @@ from paceline.actors.speculation.colocated import ColocatedProposer, DraftStack
 from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.goodput import GoodputPolicy
+from paceline.actors.speculation.suffix.arm import SuffixArm
 
 TOKENIZER = tiny_tokenizer()
 MAX_LEN = 96
@@ -87,6 +88,7 @@ def engine_of(
     beside: Callable[[ModelRunner], Sequence[DraftStack]] | None = None,
     record_hidden: bool = False,
     policy: GoodputPolicy | None = None,
+    suffixes: SuffixArm | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """An engine over served models; drafts of one architecture share a mapping.
@@ -118,6 +120,7 @@ def engine_of(
         prefix_cache,
         canary_share=canary_share,
         record_hidden=record_hidden,
+        suffix_drafts=suffixes is not None,
     )
     keep = beside is not None
     runner = ModelRunner([target], max_num_seqs, MAX_LEN, kv_positions, keep_hidden=keep)
@@ -129,6 +132,7 @@ def engine_of(
             policy,
             target.device,
             clock,
+            suffixes,
         ),
         tokenizer=TOKENIZER,
         settings=settings,

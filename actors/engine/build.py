@@ -37,6 +37,9 @@ from paceline.actors.speculation.medusa import HeadStack, check_hidden, load_hea
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.profiling import build_policy
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, Proposer
+from paceline.actors.speculation.suffix import index as suffix_index
+from paceline.actors.speculation.suffix.arm import SuffixArm
+from paceline.actors.speculation.suffix.store import SuffixStore
 from paceline.actors.weights.checkpoint import has_shared_head
 from paceline.actors.weights.eagle import (
     Draft,
@@ -343,6 +346,15 @@ def _numerics(settings: TargetSettings, runner: ModelRunner) -> str:
     return VARYING
 
 
+def suffix_arm(settings: TargetSettings) -> SuffixArm | None:
+    """Return the suffix drafts of an engine; None if there are none, or nothing to index with."""
+    fixed = settings.num_speculative_tokens is not None
+    if settings.suffix == "off" or fixed or not suffix_index.available():
+        return None
+    shared = settings.suffix == "topic"
+    return SuffixArm(SuffixStore(settings.retention_s, time.time) if shared else None)
+
+
 def build_engine(
     settings: TargetSettings, pool: PoolProposer | None = None
 ) -> tuple[Engine, PreTrainedTokenizerBase, ModelFacts]:
@@ -388,10 +400,11 @@ def build_engine(
     )
     if pool is not None and _has_eagles(settings):
         pool.keep_hidden(runner.kv)
-    policy = build_policy(settings, runner, stacks, pool, heads)
+    suffixes = suffix_arm(settings)
+    policy = build_policy(settings, runner, stacks, pool, heads, suffixes=suffixes is not None)
     engine = Engine(
         runner=runner,
-        draft_runner=DraftRunner(proposer, policy, device, time.perf_counter),
+        draft_runner=DraftRunner(proposer, policy, device, time.perf_counter, suffixes),
         tokenizer=tokenizer,
         settings=EngineSettings(
             max_num_seqs=settings.max_num_seqs,
@@ -405,6 +418,7 @@ def build_engine(
             max_speculative_tokens=settings.max_speculative_tokens,
             canary_share=settings.canary_share,
             record_hidden=_has_eagles(settings),
+            suffix_drafts=suffixes is not None,
         ),
         generator=generator,
         now=time.time,

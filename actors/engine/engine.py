@@ -295,6 +295,7 @@ class Engine:
         drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
         accepted, final = sampled.num_accepted.tolist(), sampled.final_tokens.tolist()
         forced = list(proposal.num_forced) or [0] * len(batch)
+        suffix = list(proposal.num_suffix) or [0] * len(batch)
         skipped = self._fail_not_finite(batch, drafted, accepted, non_finite_positions(logits))
         self._record(batch, proposal, sampled, logits, skipped)
         emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
@@ -302,16 +303,17 @@ class Engine:
         sources = token_sources(batch, proposal, sampled, logits, emitted)
         for i, sequence in enumerate(batch):
             if i in skipped:
-                drafted[i] = accepted[i] = forced[i] = 0
+                drafted[i] = accepted[i] = forced[i] = suffix[i] = 0
                 continue
             own = logprobs[i] if logprobs else []
-            counts = (drafted[i], accepted[i], forced[i])
+            counts = (drafted[i], accepted[i], forced[i], suffix[i])
             self._append(sequence, counts, emitted[i], own, sources[i])
         outputs = [
             StepOutput(s.request_id, s.next_chunk(), self._finish(s), s.take_outcome())
             for s in batch
         ]
-        self.draft_runner.finish_round(batch, drafted, accepted, forced)
+        by_model = [n - f - s for n, f, s in zip(drafted, forced, suffix, strict=True)]
+        self.draft_runner.finish_round(batch, drafted, accepted, by_model)
         return outputs
 
     def _fail_not_finite(
@@ -331,9 +333,9 @@ class Engine:
             if not any(flags[: accepted[i] + 1]):
                 continue
             skipped.add(i)
-            batch[i].last_round = (0, 0)
+            batch[i].last_round = batch[i].last_suffix = (0, 0)
             if flags[0] and drafted[i]:
-                batch[i].num_speculative_tokens = 0
+                batch[i].num_speculative_tokens, batch[i].suffix_drafts = 0, False
                 continue
             logger.error("request %s fails: its logits are not finite", batch[i].request_id)
             batch[i].finish_reason = FINISH_NOT_FINITE
@@ -368,16 +370,19 @@ class Engine:
     def _append(
         self,
         sequence: Sequence,
-        counts: tuple[int, int, int],
+        counts: tuple[int, int, int, int],
         emitted: list[int],
         logprobs: list[TokenLogprob],
         sources: list[TokenSource],
     ) -> None:
-        """Append a row's tokens, (drafted, accepted, forced); an error fails this request alone."""
-        drafted, accepted, forced = counts
+        """Append a row's tokens; an error fails this request alone.
+
+        ``counts`` are (drafted, accepted, forced, suffix), see Sequence.append_round.
+        """
+        drafted, accepted, *others = counts
         try:
             eos = self._settings.eos_token_ids
-            sequence.append_round(drafted, accepted, emitted, eos, logprobs, sources, forced)
+            sequence.append_round(drafted, accepted, emitted, eos, logprobs, sources, *others)
         except GrammarError as error:
             logger.warning("request %s fails: %s", sequence.request_id, error)
             sequence.finish_reason = FINISH_GRAMMAR

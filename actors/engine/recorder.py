@@ -239,9 +239,7 @@ class RecordBuffer:
             return
         if bool(self._probs) != (sampled.probs is not None):
             self.flush()
-        accepted, drafted = sampled.num_accepted.tolist(), proposal.num_drafted.tolist()
-        if proposal.num_forced:  # no draft proposed these
-            drafted = [n - forced for n, forced in zip(drafted, proposal.num_forced, strict=True)]
+        accepted, drafted = sampled.num_accepted.tolist(), proposal.num_by_model
         drafts, draft_probs = proposal.token_ids.tolist(), proposal.token_probs.tolist()
         for i in kept:
             recorder, count = recorders[i], drafted[i]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 DRAFT_OFF = "off"
+SUFFIX = "suffix"  # as the draft of tokens that suffixes proposed
 FINISH_STOP = "stop"
 FINISH_LENGTH = "length"
 FINISH_ABORT = "abort"
@@ -184,6 +185,8 @@ class SpeculativeStats:
         acceptance_histogram: entry i counts the rounds with exactly i accepted draft tokens.
         num_cut_rounds: rounds that ended the answer with a draft token, without a token of the
             target's own.
+        num_suffix_tokens: tokens drafted by suffixes, which count in no other field.
+        num_accepted_suffix_tokens: of these, accepted.
     """
 
     draft: str
@@ -193,6 +196,8 @@ class SpeculativeStats:
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: tuple[int, ...] = ()
     num_cut_rounds: int = 0
+    num_suffix_tokens: int = 0
+    num_accepted_suffix_tokens: int = 0
 
     @property
     def draft_acceptance_rate(self) -> float:
@@ -237,13 +242,14 @@ class TokenSource:
             ``forced`` the only one that the grammar allows, which no draft had to propose,
             ``plain`` the target's token of a round without drafts.
         draft: that proposed in the round; None if forced or plain.
-        weight_version: of the draft; None if forced or plain.
+        weight_version: of the draft; None if forced or plain, or if suffixes drafted.
         target_probability: of the token in the target's softmax at T = 1, before bias, penalties,
             temperature and filters.
         acceptance_probability: min(1, p/q) of the token drafted at this position, p and q as
             sampled from; None if nothing was drafted, and for greedy and seeded requests, whose
             acceptance is not random.
-        rejected_token_id: the draft token that a recovered one replaces.
+        rejected_token_id: the draft token that a recovered one replaces; None if a suffix
+            proposed it, as it may be of somebody else's answer.
         text_offset: start of the token's text in the answer's, in characters.
     """
 

@@ -136,10 +136,7 @@ class Scheduler:
 
     def _max_length(self, sequence: Sequence) -> int:
         """Return the length that a request may have after its next round, in positions."""
-        k = sequence.num_speculative_tokens
-        return len(sequence.tokens) + sequence.draft_budget(
-            self._max_speculative_tokens if k is None else k
-        )
+        return len(sequence.tokens) + sequence.most_draft_tokens(self._max_speculative_tokens)
 
     def _may_grow(self, sequence: Sequence) -> bool:
         """Return whether a running request may need further blocks."""

@@ -54,7 +54,11 @@ class Sequence:
         tokens: of prompt and output.
         num_computed: positions with keys and values of the target.
         num_cached: of these, found in the prefix cache when first admitted.
+        suffix_drafts: whether suffixes may draft for it, whatever its draft does.
+        num_suffix_tokens: drafted by suffixes; in no other statistics.
+        num_accepted_suffix_tokens: of these, accepted.
         last_round: (drafted, accepted) as counted in the statistics.
+        last_suffix: the same of suffixes.
         histogram: speculative rounds by accepted draft tokens.
         request_id: of this attempt.
     """
@@ -77,7 +81,11 @@ class Sequence:
     num_draft_tokens: int = 0
     num_accepted: int = 0
     num_cut_rounds: int = 0
+    suffix_drafts: bool = False
+    num_suffix_tokens: int = 0
+    num_accepted_suffix_tokens: int = 0
     last_round: tuple[int, int] = (0, 0)
+    last_suffix: tuple[int, int] = (0, 0)
     histogram: list[int] = field(default_factory=list)
     _sent: int = 0  # output tokens in chunks so far
     _prompt_logprobs: list[TokenLogprob] | None = None  # of tokens 1, 2 ...; None: unwanted or sent
@@ -140,6 +148,11 @@ class Sequence:
         if any(math.isnan(entry.logprob) for entry in entries):
             self.finish_reason = FINISH_NOT_FINITE
 
+    def most_draft_tokens(self, most: int) -> int:
+        """Most tokens that may be drafted in the next round; ``most`` is the engine's limit."""
+        k = self.num_speculative_tokens
+        return self.draft_budget(most if k is None or self.suffix_drafts else k)
+
     def draft_budget(self, k: int) -> int:
         """Limit k to the remaining tokens, of which one per round is the target's."""
         return max(0, min(k, self.max_tokens - self.num_output - 1))
@@ -153,19 +166,26 @@ class Sequence:
         logprobs: Items[TokenLogprob] = (),
         token_sources: Items[TokenSource] = (),
         forced: int = 0,
+        suffix: int = 0,
     ) -> None:
         """Append a round's tokens up to the one that ends the answer.
 
         ``logprobs`` and ``token_sources`` have an entry per emitted token if requested; the last
-        ``forced`` of the drafted tokens are no draft's, and in no statistics.
+        ``forced`` of the drafted tokens are no draft's, and in no statistics. The first ``suffix``
+        are suffixes', and in theirs alone.
 
         Raises:
             GrammarError: the grammar cannot go on.
         """
-        before, self.last_round = len(self.tokens), (0, 0)
+        before, self.last_round, self.last_suffix = len(self.tokens), (0, 0), (0, 0)
         self._append(emitted, eos)
         count = len(self.tokens) - before
-        self._update_stats(drafted - forced, accepted, count)
+        if suffix:
+            ended = min(suffix, count) if count <= accepted else suffix
+            self.last_suffix = ended, min(accepted, ended)
+            self.num_suffix_tokens += ended
+            self.num_accepted_suffix_tokens += self.last_suffix[1]
+        self._update_stats(drafted - forced - suffix, accepted, count)
         self._logprobs.extend(logprobs[:count])
         self._token_sources.extend(token_sources[:count])
         self.num_computed = len(self.tokens) - 1
@@ -308,6 +328,8 @@ class Sequence:
             num_accepted_draft_tokens=self.num_accepted,
             acceptance_histogram=tuple(self.histogram),
             num_cut_rounds=self.num_cut_rounds,
+            num_suffix_tokens=self.num_suffix_tokens,
+            num_accepted_suffix_tokens=self.num_accepted_suffix_tokens,
         )
 
 
@@ -349,6 +371,7 @@ def make_sequence(
     if k is None:
         k = settings.num_speculative_tokens
     prompt_only = request.sampling.max_tokens == 0
+    suffix_drafts = settings.suffix_drafts and k is None and request.draft != DRAFT_OFF
     if prompt_only or request.draft == DRAFT_OFF or request.draft not in drafts:
         k = 0
     draft = slot_for(request.draft, request.request_id, settings.canary_share, drafts)
@@ -364,6 +387,7 @@ def make_sequence(
         ),
         max_tokens=min(request.sampling.max_tokens, room),
         num_speculative_tokens=k,
+        suffix_drafts=suffix_drafts,
         weight_version=drafts.get(draft, 0),
         draft=draft,
         recorder=Recorder() if request.has_record and not prompt_only else None,

@@ -7,6 +7,7 @@ from typing import Literal
 
 DraftPlacement = Literal["colocated", "pool"]
 Numerics = Literal["auto", "invariant"]
+SuffixSource = Literal["off", "request", "topic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,9 @@ class TargetSettings:
         max_records_per_s: per topic; None is no limit.
         canary_share: of the requests, drafted by an expert's candidate if there is one; above 0
             every expert has a second weight slot.
+        suffix: where suffix drafts come from: nowhere, the request's own tokens, or recorded
+            answers of its topic too.
+        retention_s: age at which a recorded answer is removed from them.
     """
 
     model_path: str
@@ -76,6 +80,8 @@ class TargetSettings:
     held_out_fraction: float = 0.0
     max_records_per_s: float | None = None
     canary_share: float = 0.0
+    suffix: SuffixSource = "off"
+    retention_s: float = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,7 @@ class EngineSettings:
             ``num_speculative_tokens``.
         eos_token_ids: end-of-sequence tokens of the target.
         record_hidden: whether records hold the target's hidden states, which EAGLE drafts read.
+        suffix_drafts: for requests that leave the number of tokens to the controller.
     """
 
     max_num_seqs: int
@@ -100,3 +107,4 @@ class EngineSettings:
     replay_branches: bool = False
     canary_share: float = 0.0
     record_hidden: bool = False
+    suffix_drafts: bool = False

@@ -91,6 +91,7 @@ class RoundStats:
         counts: by topic and draft, which is its slot or initial weights (``sql@candidate``).
         versions: by draft and weight_version, for the latest versions of each; only rounds with
             drafts.
+        suffixes: by topic, (drafted, accepted) tokens of suffix drafts, which are in no other.
     """
 
     def __init__(self) -> None:
@@ -98,6 +99,7 @@ class RoundStats:
         self.tokens = 0
         self.counts: dict[tuple[str, str], DraftStats] = {}
         self.versions: dict[tuple[str, int], DraftStats] = {}
+        self.suffixes: dict[str, tuple[int, int]] = {}
 
     def add_row(
         self, topic: str, draft: str, weight_version: int, drafted: int, accepted: int
@@ -121,6 +123,11 @@ class RoundStats:
         if counts is None:
             counts = self._new_version(draft, weight_version)
         counts.add(drafted, accepted)
+
+    def add_suffix(self, topic: str, drafted: int, accepted: int) -> None:
+        """Count a suffix draft of one request."""
+        before = self.suffixes.get(topic, (0, 0))
+        self.suffixes[topic] = before[0] + drafted, before[1] + accepted
 
     def add_round(
         self, seconds: float, drafting_s: float, tokens: int, plain_s: float | None

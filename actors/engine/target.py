@@ -223,6 +223,7 @@ class TargetReplica:
             self._outcome_reporter = OutcomeReporter(registry.report.remote, time.monotonic)
         engine, _, self._facts = build_engine(settings, self._pool)
         self._grammars = engine.grammars
+        self._suffix_store = engine.draft_runner.suffix_store
         self._loop = EngineLoop(
             engine,
             num_threads=settings.num_threads,
@@ -362,8 +363,14 @@ class TargetReplica:
         """Return the metrics of Serve's autoscaler, which calls it periodically."""
         return {"load": replica_load(*self._loop.load(), self._settings.max_num_seqs)}
 
+    def purge(self, request_id: str | None, topic: str | None) -> int:
+        """Remove recorded answers from suffix drafts, see SuffixStore.remove; thread-safe."""
+        return 0 if self._suffix_store is None else self._suffix_store.remove(request_id, topic)
+
     def check_health(self) -> None:
         """Raise RuntimeError if Serve should replace this replica."""
+        if self._suffix_store is not None:  # Serve calls this every ten seconds, when idle too
+            self._suffix_store.expire()
         if not self._loop.healthy:
             raise RuntimeError("the engine has stopped or keeps failing")
         if self._loop.round_age_s() > _MAX_STALL * self._stall_timeout_s:

@@ -99,5 +99,5 @@ class TargetHandle:
         def options(self, *, stream: bool, _by_reference: bool = True) -> StreamingTarget:
             """The handle with other options, see Serve."""
 
-        def broadcast(self, method: str) -> Any:
+        def broadcast(self, method: str, *arguments: Any) -> Any:
             """Call every replica; Serve's own response, which has no types."""

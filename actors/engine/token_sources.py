@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from paceline.actors.engine.request import SamplingParams, SourceKind, TokenSource
+from paceline.actors.engine.request import SUFFIX, SamplingParams, SourceKind, TokenSource
 from paceline.actors.engine.sequence import Sequence
 from paceline.actors.speculation.rejection_sampler import (
     Proposal,
@@ -43,6 +44,7 @@ def token_sources(
     acceptance = _acceptance_probabilities(proposal, sampled, rows)
     drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
     accepted, forced = sampled.num_accepted.tolist(), proposal.num_forced or [0] * len(batch)
+    suffix = proposal.num_suffix or [0] * len(batch)
     for at, i in enumerate(rows):
         is_random = _accepts_at_random(batch[i].request.sampling)
         own = acceptance[at] if acceptance and is_random else []
@@ -51,7 +53,23 @@ def token_sources(
             sources[i].append(
                 _source(batch[i], step, proposed, accepted[i], next(target_probs), own)
             )
+        if suffix[i]:
+            sources[i] = [_of_suffix(source) for source in sources[i]]
     return sources
+
+
+def _of_suffix(source: TokenSource) -> TokenSource:
+    """Return the source of a round in which suffixes drafted: the rejected token stays secret."""
+    if source.draft is None:
+        return source
+    known = source.acceptance_probability if source.kind == "accepted" else None
+    return replace(
+        source,
+        draft=SUFFIX,
+        weight_version=None,
+        rejected_token_id=None,
+        acceptance_probability=known,
+    )
 
 
 def _source(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 from paceline.actors.engine.sequence import Sequence as RunningSequence
 from paceline.actors.speculation.costs import DraftPrefill
 from paceline.actors.speculation.early_end import NEVER, EarlyEnd
 from paceline.actors.speculation.goodput import DraftGroup, GoodputPolicy
 from paceline.actors.speculation.proposer import Proposer
+from paceline.actors.speculation.suffix.arm import SuffixDraft
+from paceline.actors.speculation.suffix.estimates import choose_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,50 @@ class SpeculationController:
             wanted.append(sequence.draft_budget(0 if disabled(sequence.draft) else k))
         return wanted
 
+    @property
+    def max_suffix_tokens(self) -> int:
+        """Most suffix tokens of a row; without costs of rounds there are none."""
+        return 0 if self._policy is None else self._policy.max_tokens
+
+    def choose_suffix_lengths(
+        self,
+        batch: Sequence[RunningSequence],
+        wanted: Sequence[int],
+        drafts: Mapping[int, SuffixDraft],
+    ) -> dict[int, int]:
+        """Tokens of suffix drafts to verify, by row; the drafts of these rows are not called.
+
+        Args:
+            batch: B sequences.
+            wanted: tokens that each row's draft is to propose otherwise.
+            drafts: by row.
+        """
+        policy = self._policy
+        if policy is None:
+            return {}
+        groups = [group_of(sequence) for sequence in batch]
+
+        def round_s(tokens: int, drafting: Collection[int]) -> float:
+            counts = Counter(groups[i] for i in drafting)
+            k = max((wanted[i] for i in drafting), default=0)
+            return policy.round_seconds(len(batch), tokens, counts, k)
+
+        try:
+            gains = [
+                policy.expected_accepted(group, k) if k else 0.0
+                for group, k in zip(groups, wanted, strict=True)
+            ]
+            return choose_lengths({i: d.expected for i, d in drafts.items()}, gains, round_s)
+        except Exception:
+            self._log_failure("suffix drafts were not weighed")
+            return {}
+
+    def plain_is_due(self, batch: Sequence[RunningSequence]) -> bool:
+        """Whether this round should measure plain decoding, where suffixes would always draft."""
+        if self._policy is None or any(s.num_speculative_tokens for s in batch):
+            return False
+        return self._policy.plain_is_due(len(batch))
+
     def early_end(self, sequence: RunningSequence) -> EarlyEnd:
         """When a row ends its drafts; never if the request has a number of its own."""
         if self._policy is None or sequence.num_speculative_tokens is not None:
@@ -95,7 +141,7 @@ class SpeculationController:
         limits: Sequence[int],
         drafted: list[int],
         accepted: list[int],
-        forced: Sequence[int],
+        by_model: Sequence[int],
         probs: Sequence[Sequence[float]],
         round_s: float,
         drafting_s: float,
@@ -109,7 +155,8 @@ class SpeculationController:
             limits: what was chosen for each row.
             drafted: tokens per row.
             accepted: tokens per row.
-            forced: of the drafted tokens, those that a grammar forced: no draft's merit or cost.
+            by_model: of the drafted tokens, those of draft models, the first; the others, which a
+                grammar forced or suffixes proposed, are no draft's merit or cost.
             probs: of the drafted tokens per row, by their drafts.
             round_s: seconds of the whole round.
             drafting_s: seconds of it that went to drafting.
@@ -122,15 +169,14 @@ class SpeculationController:
             return None
         try:
             prefilled = self._proposer.prefilled if proposed else DraftPrefill()
-            own = [tried - more for tried, more in zip(drafted, forced, strict=True)]
             for i, sequence in enumerate(batch):
-                group, tried = group_of(sequence), own[i]
+                group, tried = group_of(sequence), by_model[i]
                 # A sampled token's probability says nothing of its acceptance.
                 sure = () if group.sampled else probs[i][:tried]
                 taken = min(accepted[i], tried)
                 self._policy.observe_acceptance(group, limits[i], tried, taken, sure)
-            active = [s.draft for s, tried in zip(batch, own, strict=True) if tried]
-            timed_steps = 0 if self._proposer.timed_out else max(own)
+            active = [s.draft for s, tried in zip(batch, by_model, strict=True) if tried]
+            timed_steps = 0 if self._proposer.timed_out else max(by_model)
             sizes = (len(active), len(set(active)), timed_steps)
             verify_s, tokens = round_s - drafting_s, max(drafted) + 1
             self._policy.observe_round(len(batch), tokens, verify_s, sizes, drafting_s, prefilled)

@@ -181,6 +181,11 @@ class StepCosts:
         """Present slowness of the machine, over sizes that run often; 1 at first."""
         return self._pace
 
+    def measured_within(self, rows: int, column: int, observations: int) -> bool:
+        """Whether a size was among so many latest observations."""
+        known = self._measured.get((rows, column))
+        return known is not None and self._observed - known.at < observations
+
     def seconds(self, rows: int, column: int) -> float:
         """Expected seconds of a step."""
         known = self._measured.get((rows, column))

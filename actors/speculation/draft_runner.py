@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -16,6 +16,8 @@ from paceline.actors.speculation.goodput import GoodputPolicy
 from paceline.actors.speculation.pending_updates import PendingUpdates
 from paceline.actors.speculation.proposer import DraftRow, Proposer
 from paceline.actors.speculation.rejection_sampler import Proposal
+from paceline.actors.speculation.suffix.arm import SuffixArm
+from paceline.actors.speculation.suffix.store import SuffixStore
 from paceline.actors.weights.slots import is_candidate
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ class DraftRunner:
         policy: GoodputPolicy | None,
         device: torch.device,
         clock: Callable[[], float],
+        suffixes: SuffixArm | None = None,
     ) -> None:
         """Put the parts together.
 
@@ -47,8 +50,10 @@ class DraftRunner:
             policy: chooses k for requests without a number of their own; None: they do not draft.
             device: the target's.
             clock: seconds, monotonic.
+            suffixes: drafts without a model; None for none.
         """
         self._proposer = proposer
+        self._suffixes = suffixes
         self._controller = SpeculationController(policy, proposer)
         self.updates = PendingUpdates(proposer, self._controller, clock)
         self.round_stats = RoundStats()
@@ -68,6 +73,11 @@ class DraftRunner:
         """Rounds in which drafting or choosing k failed."""
         return self._failures + self._controller.failures
 
+    @property
+    def suffix_store(self) -> SuffixStore | None:
+        """Recorded answers that suffix drafts are taken from, or None."""
+        return None if self._suffixes is None else self._suffixes.store
+
     def drafts(self) -> dict[str, int]:
         """Every draft that a request may name, with its weight_version."""
         return self._proposer.drafts()
@@ -75,6 +85,8 @@ class DraftRunner:
     def release(self, request_id: str) -> None:
         """Forget a sequence."""
         self._proposer.release(request_id)
+        if self._suffixes is not None:
+            self._suffixes.release(request_id)
 
     def propose(
         self,
@@ -99,7 +111,10 @@ class DraftRunner:
         most = {i: self._controller.max_forced_tokens(batch[i]) for i in grammars}
         # What the grammar knows needs no draft.
         forced = {i: grammar.forced((), most[i]) for i, grammar in grammars.items()}
-        indices = [i for i, k in enumerate(num_draft_tokens) if k > 0 and not forced.get(i)]
+        known = [i for i, tokens in forced.items() if tokens]
+        num_draft_tokens, suffixes = self._look_up_suffixes(batch, num_draft_tokens, known)
+        without = {*known, *suffixes}
+        indices = [i for i, k in enumerate(num_draft_tokens) if k > 0 and i not in without]
         proposal = Proposal.empty(len(batch), self._device)
         self._proposed = bool(indices) and not self._backing_off()
         if self._proposed:
@@ -109,11 +124,44 @@ class DraftRunner:
                 version = self._proposer.version(batch[i].draft)
                 batch[i].set_draft_version(version)
                 self._controller.observe_version(batch[i].draft, version)
+        proposal = proposal.with_suffixes(suffixes)
         if grammars:
+            most = {i: max(own, len(suffixes.get(i, ()))) for i, own in most.items()}
             proposal = self._constrain(proposal, grammars, most)
         self._probs = proposal.token_probs
         self._drafting_s = self._clock() - self._round_start
         return proposal
+
+    def _look_up_suffixes(
+        self, batch: Sequence[RunningSequence], wanted: list[int], known: Collection[int]
+    ) -> tuple[list[int], dict[int, list[int]]]:
+        """Choose suffix drafts in place of others.
+
+        Args:
+            batch: B sequences.
+            wanted: tokens that each row's draft is to propose.
+            known: rows that need no drafts.
+
+        Returns:
+            what is wanted of drafts beside them, and the suffix drafts by row.
+        """
+        if self._suffixes is None:
+            return wanted, {}
+        try:
+            found = self._suffixes.look_up(batch, self._controller.max_suffix_tokens)
+            for i in known:
+                found.pop(i, None)
+            if not found:
+                return wanted, {}
+            if self._controller.plain_is_due(batch):
+                return [0] * len(batch), {}
+            lengths = self._controller.choose_suffix_lengths(batch, wanted, found)
+            return wanted, {i: found[i].tokens[:n] for i, n in lengths.items()}
+        except Exception:
+            self._failures += 1
+            logger.exception("there are no suffix drafts any more")
+            self._suffixes = None
+            return wanted, {}
 
     def _constrain(
         self,
@@ -144,9 +192,9 @@ class DraftRunner:
         batch: Sequence[RunningSequence],
         drafted: list[int],
         accepted: list[int],
-        forced: Sequence[int],
+        by_model: Sequence[int],
     ) -> None:
-        """Take the results of a round, per row.
+        """Take the results of a round, per row; ``by_model`` as in SpeculationController.
 
         The controller observes all tokens that were verified; ``round_stats`` counts emitted ones.
         """
@@ -157,7 +205,7 @@ class DraftRunner:
             self._limits,
             drafted,
             accepted,
-            forced,
+            by_model,
             self._probs.tolist(),
             round_s,
             self._drafting_s,
@@ -169,10 +217,14 @@ class DraftRunner:
         for s in batch:
             if s.num_speculative_tokens != 0:
                 self.round_stats.add_row(s.request.topic, s.draft, s.weight_version, *s.last_round)
+            if s.last_suffix[0]:
+                self.round_stats.add_suffix(s.request.topic, *s.last_suffix)
 
     def finish_request(self, sequence: RunningSequence) -> None:
-        """Take the lengths of a finished request."""
+        """Take the lengths of a finished request, and its answer for suffix drafts."""
         self._controller.observe_finished(sequence)
+        if self._suffixes is not None:
+            self._suffixes.record(sequence)
 
     def current_choice(self) -> tuple[dict[str, int], float | None]:
         """The controller's present k by draft, and the expected goodput in tokens per second."""

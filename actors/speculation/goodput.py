@@ -306,6 +306,32 @@ class GoodputPolicy:
         target, pace = self._target, self._target.pace
         return [target.seconds(1, k + 1) + pace * own for k, own in enumerate(drafts)]
 
+    def plain_is_due(self, rows: int) -> bool:
+        """Whether the cost of plain decoding of so many rows has not been measured lately."""
+        return not self._target.measured_within(rows, 1, _PLAIN_EVERY)
+
+    def expected_accepted(self, group: DraftGroup, tokens: int) -> float:
+        """Expected accepted tokens of a row that drafts so many."""
+        return self._estimate(group).expected_accepted()[tokens]
+
+    def round_seconds(
+        self, rows: int, tokens: int, drafting: Mapping[DraftGroup, int], k: int
+    ) -> float:
+        """Expected seconds of a round that verifies at least ``tokens`` drafted ones of each row.
+
+        Args:
+            rows: B.
+            tokens: that no draft model has to make.
+            drafting: rows per group that draft ``k`` tokens.
+            k: their limit.
+        """
+        if not drafting:
+            return self._target.seconds(rows, tokens + 1)
+        seconds = self._drafting_round_s(k, drafting, rows)
+        if tokens > k:
+            seconds += self._target.seconds(rows, tokens + 1) - self._target.seconds(rows, k + 1)
+        return seconds
+
     def observe_acceptance(
         self,
         group: DraftGroup,

@@ -84,13 +84,18 @@ def build_policy(
     stacks: Sequence[ExpertStack],
     pool: PoolProposer | None = None,
     heads: Sequence[HeadStack] = (),
+    *,
+    suffixes: bool = False,
 ) -> GoodputPolicy | None:
     """Profile costs and build the goodput policy; None if k is fixed or there are no drafts.
+
+    With ``suffixes`` it weighs suffix drafts too, which cost no more than their verification.
 
     All drafts are assumed to cost as much as those of the first architecture; Medusa heads are
     profiled only if there is nothing else. Costs of a pool's drafts include the round trip.
     """
-    if settings.num_speculative_tokens is not None or not (stacks or pool or heads):
+    drafts = stacks or pool or heads
+    if settings.num_speculative_tokens is not None or not (drafts or suffixes):
         return None
     rows = grid_points(settings.max_num_seqs)
     most = max(1, min(settings.max_speculative_tokens, runner.max_model_len - 2))
@@ -100,7 +105,9 @@ def build_policy(
     target_costs = profile(lambda b, t: run(b, t, 1), rows, tokens, time.perf_counter)
     for row in range(settings.max_num_seqs):
         runner.kv.free(row)
-    if pool is not None:
+    if not drafts:
+        costs = DraftCosts({(1, 1): target_costs[1, 1]})  # never asked for
+    elif pool is not None:
         costs = DraftCosts(profile_pool(pool, settings, rows, target_costs[1, 1]))
     elif not stacks:
         costs = DraftCosts(profile(head_stepper(heads[0]), rows, [1], time.perf_counter))

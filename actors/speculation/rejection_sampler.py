@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 
@@ -40,6 +40,7 @@ class Proposal:
         support_ids: int64 ``[B, k, S]``; the tokens with q > 0.
         support_probs: float32 ``[B, k, S]``, sums to 1 where drafted.
         num_forced: per row, how many of the last drafted tokens a grammar forced; empty if none.
+        num_suffix: per row, how many of the first drafted tokens are suffixes'; empty if none.
     """
 
     token_ids: Tensor
@@ -48,6 +49,16 @@ class Proposal:
     support_ids: Tensor
     support_probs: Tensor
     num_forced: tuple[int, ...] = ()
+    num_suffix: tuple[int, ...] = ()
+
+    @property
+    def num_by_model(self) -> list[int]:
+        """Per row, how many tokens a draft model proposed."""
+        drafted: list[int] = self.num_drafted.tolist()
+        for others in (self.num_forced, self.num_suffix):
+            if others:
+                drafted = [n - other for n, other in zip(drafted, others, strict=True)]
+        return drafted
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -97,6 +108,13 @@ class Proposal:
             support_probs=self.support_probs.masked_fill(behind[..., None], 0.0),
         )
 
+    def with_suffixes(self, tokens: Mapping[int, Sequence[int]]) -> Proposal:
+        """Draft these tokens, with probability 1, in rows without others."""
+        if not tokens:
+            return self
+        proposal = self.with_forced(dict.fromkeys(tokens, 0), tokens)
+        return replace(proposal, num_forced=(), num_suffix=proposal.num_forced)
+
     def with_forced(self, kept: Mapping[int, int], forced: Mapping[int, Sequence[int]]) -> Proposal:
         """Keep the first tokens of rows, and append forced ones, whose probability is 1.
 
@@ -131,6 +149,7 @@ class Proposal:
             support_ids=support_ids,
             support_probs=support_probs,
             num_forced=tuple(len(forced.get(i, ())) for i in range(len(counts))),
+            num_suffix=tuple(min(n, kept.get(i, n)) for i, n in enumerate(self.num_suffix)),
         )
 
 

@@ -108,6 +108,7 @@ class IngressSettings:
         generation_config: whether the model's sampling parameters are the defaults of requests.
         cors_origins: origins whose pages may call the API from a browser.
         metrics: who may read ``/metrics``: holders of a key, everybody, or nobody.
+        recorded_suffixes: whether target replicas keep recorded answers for suffix drafts.
     """
 
     model_name: str
@@ -131,6 +132,7 @@ class IngressSettings:
     generation_config: bool = True
     cors_origins: tuple[str, ...] = ()
     metrics: Literal["key", "open", "off"] = "key"
+    recorded_suffixes: bool = False
 
 
 class Ingress:
@@ -199,6 +201,7 @@ class Ingress:
             self._current_shards,
             self._drain_state,
             scorer=actors.scorer,
+            purge_replicas=self._purge_replicas if settings.recorded_suffixes else None,
             enabled=settings.operations,
             keyed=keyed,
         )
@@ -344,6 +347,12 @@ class Ingress:
             raise overloaded("The target does not answer.")
         text = exposition(self._settings.model_name, replicas)
         return Response(text, media_type=CONTENT_TYPE)
+
+    async def _purge_replicas(self, request_id: str | None, topic: str | None) -> int:
+        """Remove recorded answers from the suffix drafts of all target replicas."""
+        call = self._target.broadcast("purge", request_id, topic)
+        replies = await call._fetch_replica_results_async()
+        return sum(await asyncio.gather(*(reply.get_async() for reply in replies)))
 
     async def openapi(self) -> Response:
         """The OpenAPI document."""

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 2**16
 _TIMEOUT_S = 30.0
-SCORER = "(scorer)"  # its key among the shards' in a purge's result; not a valid topic name
+# Keys among the shards' in a purge's result; not valid topic names.
+SCORER, REPLICAS = "(scorer)", "(replicas)"
 
 
 class _Body(BaseModel):
@@ -77,6 +78,8 @@ class Operations:
         shards: gives the current replay shards by topic.
         drain_state: of this replica.
         scorer: actor handle; keeps a sample of the records. None if there is none.
+        purge_replicas: removes an answer (None: all) of a topic (None: all) from the target
+            replicas; None if they keep none.
         enabled: False refuses every call.
         keyed: whether the server has API keys.
     """
@@ -89,6 +92,7 @@ class Operations:
         drain_state: DrainState,
         *,
         scorer: ScorerHandle | None = None,
+        purge_replicas: Callable[[str | None, str | None], Awaitable[int]] | None = None,
         enabled: bool,
         keyed: bool,
     ) -> None:
@@ -96,6 +100,7 @@ class Operations:
         self._scheduler = scheduler
         self._shards = shards
         self._scorer = scorer
+        self._purge_replicas = purge_replicas
         self._drain_state = drain_state
         self._enabled = enabled
         self._keyed = keyed
@@ -138,6 +143,9 @@ class Operations:
         if self._scorer is not None:
             names.append(SCORER)
             calls.append(partial(self._scorer.delete.remote, body.request_id, body.topic))
+        if self._purge_replicas is not None:
+            names.append(REPLICAS)
+            calls.append(partial(self._purge_replicas, body.request_id, body.topic))
         counts = await asyncio.gather(
             *(call_with_timeout(call, _TIMEOUT_S) for call in calls), return_exceptions=True
         )

@@ -51,6 +51,7 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         generation_config=config.target.generation_config == "auto",
         cors_origins=config.ingress.cors_origins,
         metrics=config.ingress.metrics,
+        recorded_suffixes=config.drafts.suffix == "topic",
     )
 
 
@@ -113,6 +114,8 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         held_out_fraction=config.replay.held_out_fraction,
         max_records_per_s=config.replay.max_records_per_s,
         canary_share=config.training.effective_canary_share,
+        suffix=config.drafts.suffix,
+        retention_s=config.replay.retention_hours * 3600.0,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.actors.engine.settings import DraftPlacement
+from paceline.actors.engine.settings import DraftPlacement, SuffixSource
 from paceline.actors.replay.table import Remover, Sampler
 from paceline.actors.router.policy import GENERAL
 from paceline.actors.speculation.pool.draft_ahead import DraftAheadMode
@@ -119,6 +119,12 @@ class DraftsConfig(Section):
     ``paths`` gives a topic's expert other initial weights. ``num_speculative_tokens`` auto drafts
     the number of tokens with the highest measured goodput, from 0 to ``max_speculative_tokens``.
 
+    ``suffix`` request also drafts what followed the last tokens earlier in the same request, prompt
+    or answer, where that is expected to pay; it needs no model and works with ``general`` none too.
+    topic also looks in the answers of the topic that a replica has recorded, at most 2^20 tokens in
+    memory, which retention and purges reach: how fast an answer comes then says whether others got
+    a similar one. off does neither. Only ``num_speculative_tokens`` auto has such drafts.
+
     ``placement`` pool makes every expert a deployment; the keys after it are for the pool.
     ``autoscaling`` replaces ``num_replicas``, see ``target``; an expert has no more replicas than
     the target.
@@ -130,6 +136,7 @@ class DraftsConfig(Section):
     num_speculative_tokens: Literal["auto"] | int = "auto"
     max_speculative_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] = 8
     top_k: Count = 64
+    suffix: SuffixSource = "request"
     placement: DraftPlacement = "colocated"
     round_timeout_ms: Annotated[float, Field(gt=0.0, le=60_000.0)] = 100.0
     draft_ahead: DraftAheadMode = "auto"
@@ -143,6 +150,11 @@ class DraftsConfig(Section):
     @classmethod
     def _yaml_switch(cls, switch: object) -> object:
         return {True: "on", False: "off"}[switch] if isinstance(switch, bool) else switch
+
+    @field_validator("suffix", mode="before")
+    @classmethod
+    def _yaml_off(cls, source: object) -> object:
+        return "off" if source is False else source
 
     @field_validator("num_speculative_tokens", mode="before")
     @classmethod

@@ -125,6 +125,13 @@ METRICS: tuple[Metric, ...] = (
         *_DRAFT,
         "position",
     ),
+    _counter(
+        TARGET,
+        "spec_decode_num_suffix_tokens",
+        "Tokens drafted by suffixes, without a model; in no other metric",
+        "topic",
+    ),
+    _counter(TARGET, "spec_decode_num_accepted_suffix_tokens", "Of these, accepted", "topic"),
     _counter(TARGET, "prompt_tokens", "Prompt tokens of the requests that arrived", "topic"),
     _counter(TARGET, "generation_tokens", "Generated tokens that were sent", "topic"),
     _counter(TARGET, "decode_tokens", "Tokens emitted by decoding rounds"),

@@ -133,6 +133,9 @@ def _speculation(stats: EngineStats) -> Iterator[Sample]:
         for position, accepted in enumerate(counts.accepted_per_position()):
             name = "spec_decode_num_accepted_tokens_per_pos"
             yield Sample(name, accepted, (*labels, str(position)))
+    for topic, (drafted, taken) in list(stats.rounds.suffixes.items()):
+        yield Sample("spec_decode_num_suffix_tokens", drafted, (topic,))
+        yield Sample("spec_decode_num_accepted_suffix_tokens", taken, (topic,))
     for draft, k in stats.chosen.items():
         yield Sample("num_speculative_tokens", k, slot_labels(draft))
     for draft, version in stats.drafts.items():

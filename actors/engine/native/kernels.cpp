@@ -5,6 +5,7 @@
 // model's dtype is rounded here, sums are float32. Plain C entry points.
 
 #include "rollout.h"
+#include "suffixes.h"
 
 extern "C" int64_t packed_codes_size(int64_t in, int64_t out, int64_t bits) {
   return coded_size(in, out, bits);
@@ -82,3 +83,23 @@ extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
 
 PACELINE_KERNELS(bfloat16, Bf16)
 PACELINE_KERNELS(float32, float)
+
+extern "C" void* suffixes_new(int64_t limit) { return new Suffixes(limit); }
+extern "C" void suffixes_free(void* s) { delete static_cast<Suffixes*>(s); }
+extern "C" void suffixes_append(void* s, const int32_t* tokens, int64_t n) {
+  static_cast<Suffixes*>(s)->append(tokens, n);
+}
+extern "C" void suffixes_set_limit(void* s, int64_t limit) {
+  static_cast<Suffixes*>(s)->set_limit(limit);
+}
+extern "C" void suffixes_erase(void* s, int64_t start, int64_t stop) {
+  static_cast<Suffixes*>(s)->erase(start, stop);
+}
+extern "C" void suffixes_sizes(const void* s, int64_t* sizes) {
+  const auto* own = static_cast<const Suffixes*>(s);
+  sizes[0] = own->tail(), sizes[1] = own->end(), sizes[2] = own->capacity();
+}
+extern "C" void suffixes_find(const void* s, const void* context, int64_t most, void* found) {
+  static_cast<const Suffixes*>(s)->find(*static_cast<const Suffixes*>(context), most,
+                                        static_cast<Suffixes::Found*>(found));
+}

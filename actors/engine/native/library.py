@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _HEADERS = (
     *("numbers.h", "threads.h", "products.h", "codes.h", "layers.h", "attention.h"),
-    *("forward.h", "tokens.h", "rollout.h"),
+    *("forward.h", "tokens.h", "rollout.h", "suffixes.h"),
 )
 _FLAGS = (
     "-std=c++17",

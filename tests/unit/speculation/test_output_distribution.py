@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
-from distributions import chi_square
+from distributions import chi_square, target_probs
 from engines import make_engine, request, run, tokens_of
 from tiny_models import tiny_llama
-
-
-def target_probs(
-    model: Any, tokens: Sequence[int], temperature: float, top_p: float
-) -> dict[int, float]:
-    """The probability of every next token that may follow, by the definition of top_p."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([list(tokens)])).logits[0, -1].double()
-    probs = torch.softmax(logits / temperature, -1)
-    ordered, order = probs.sort(descending=True)
-    ordered[ordered.cumsum(0) - ordered >= top_p] = 0
-    ordered /= ordered.sum()
-    return {int(i): float(p) for i, p in zip(order, ordered, strict=True) if p > 0}
 
 
 @pytest.mark.parametrize("kind", ["unseeded", "seeded", "mixed"])

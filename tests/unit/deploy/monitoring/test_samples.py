@@ -76,7 +76,11 @@ def check(samples: list[Sample], part: str, but: set[str] | None = None) -> None
 def test_target_samples() -> None:
     asked = [request(f"r{i}", [5 + i], ignore_eos=True) for i in range(3)]
     _, figures = served(asked)
+    figures.rounds.add_suffix("sql", 5, 3)
+    figures.rounds.add_suffix("sql", 2, 1)
     samples = list(target_samples(figures))
+    assert by_labels(samples, "spec_decode_num_suffix_tokens") == {("sql",): 7}
+    assert by_labels(samples, "spec_decode_num_accepted_suffix_tokens") == {("sql",): 4}
     controller_s = {"predicted_goodput", "num_speculative_tokens", "plain_decode_seconds"}
     of_a_pool = {"expert_requests", "expert_connected"}
     check(samples, TARGET, controller_s | of_a_pool)

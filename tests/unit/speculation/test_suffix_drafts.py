@@ -1,0 +1,326 @@
+"""Suffix drafts in the engine: they change no answer, and count for nobody else."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from distributions import chi_square, target_probs
+from engines import MAX_LEN, TOKENIZER, engine_of, request, run, served, tokens_of
+from grammars import json_grammar
+from llguidance import LLMatcher
+from tiny_models import tiny_llama
+
+from paceline.actors.engine.engine import Engine, StepOutput
+from paceline.actors.engine.kv_cache import BLOCK_SIZE
+from paceline.actors.engine.request import SUFFIX, GenerationRequest
+from paceline.actors.speculation.costs import DraftCosts, StepCosts
+from paceline.actors.speculation.goodput import GoodputPolicy
+from paceline.actors.speculation.suffix.arm import SuffixArm
+from paceline.actors.speculation.suffix.estimates import (
+    NUM_BINS,
+    SuffixEstimate,
+    bin_of,
+    choose_lengths,
+)
+from paceline.actors.speculation.suffix.store import SuffixStore
+
+LEAST_POSITIONS = -(-MAX_LEN // BLOCK_SIZE) * BLOCK_SIZE
+PROMPT = TOKENIZER.encode("Ann has 12 apples. She buys 30 more.", add_special_tokens=False)
+
+
+def cheap_policy() -> GoodputPolicy:
+    """Verification of further tokens at next to no cost."""
+    target = {(b, t): 1e-2 + 1e-6 * b * t for b in (1, 4, 300) for t in (1, 2, 5, 9)}
+    return GoodputPolicy(StepCosts(target), DraftCosts({(1, 1): 1e-3, (300, 1): 1e-3}), 8)
+
+
+def steady() -> Callable[[], float]:
+    """A clock that no load on this machine disturbs."""
+    ticks = itertools.count()
+    return lambda: next(ticks) * 2e-3
+
+
+def suffix_engine(arm: SuffixArm | None, drafts: bool = False, **more: Any) -> Engine:
+    """An engine with suffix drafts, and perhaps the draft a."""
+    vocab, init = more.pop("vocab", 300), more.pop("init", {})
+    target = served(tiny_llama(1, vocab=vocab, **init))
+    own = [{"a": served(tiny_llama(2, layers=1, vocab=vocab))}] if drafts else []
+    return engine_of(
+        target, own, k=None, policy=cheap_policy(), suffixes=arm, clock=steady(), **more
+    )
+
+
+def shared_arm() -> SuffixArm:
+    return SuffixArm(SuffixStore(100.0, lambda: 0.0))
+
+
+def answers(engine: Engine, requests: list[GenerationRequest]) -> dict[str, list[int]]:
+    return {name: tokens_of(outputs) for name, outputs in run(engine, requests).items()}
+
+
+def drafted(outputs: list[StepOutput]) -> int:
+    stats = outputs[-1].chunk.speculative
+    assert stats is not None
+    return stats.num_suffix_tokens
+
+
+def known(outputs: list[StepOutput]) -> bool:
+    """Whether an answer was among the recorded ones; in themselves they repeat next to nothing."""
+    stats = outputs[-1].chunk.speculative
+    assert stats is not None
+    assert not 2 < stats.num_accepted_suffix_tokens < 8
+    return stats.num_accepted_suffix_tokens >= 8
+
+
+GRAMMARS = {
+    "free": "",
+    "words": LLMatcher.grammar_from_regex("(e|o|en|on){20,40}"),
+    "list": json_grammar({"type": "array", "items": {"enum": ["one", 12, None]}, "maxItems": 9}),
+}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"ignore_eos": True},
+    "seeded": {"temperature": 1.1, "seed": 6},
+    "penalised": {"frequency_penalty": 0.3, "logit_bias": ((9, 3.0),)},
+}
+
+
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafts", "no drafts"])
+def test_answers_are_the_same_with_and_without(drafts: bool) -> None:
+    asked = [
+        request(f"{name} {kind}", PROMPT[i:], grammar=grammar, max_tokens=50, **own)
+        for i, (kind, own) in enumerate(SAMPLINGS.items())
+        for name, grammar in GRAMMARS.items()
+    ]
+    plain = answers(suffix_engine(None, drafts=drafts), asked)
+    for arm in (SuffixArm(None), shared_arm()):
+        engine = suffix_engine(arm, drafts=drafts, max_num_seqs=8, kv_positions=LEAST_POSITIONS)
+        assert answers(engine, asked) == plain
+        assert answers(engine, asked) == plain  # from what is recorded by now
+        ((tokens, taken),) = engine.draft_runner.round_stats.suffixes.values()
+        assert 0 < taken < tokens
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_sampled_answers_keep_the_target_distribution(seeded: bool) -> None:
+    """Chi-square over 2,000 answers of four tokens behind a prompt that repeats itself."""
+    vocab, count, prompt, temperature = 7, 2000, [3, 5, 4, 3, 5], 1.2
+    init = {"initializer_range": 0.5}
+    arm = shared_arm()
+    engine = suffix_engine(arm, vocab=vocab, init=init, eos=-1, max_num_seqs=256, seed=5)
+    common: dict[str, Any] = {"max_tokens": 4, "temperature": temperature}
+    asked = [
+        request(f"r{i}", prompt, seed=i if seeded else None, draft=("a", "none")[i % 2], **common)
+        for i in range(count)
+    ]
+    drawn = Counter(tuple(tokens[:3]) for tokens in answers(engine, asked).values())
+    model = tiny_llama(1, vocab=vocab, **init)
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        distribution = {
+            (*before, token): mass * p
+            for before, mass in distribution.items()
+            for token, p in target_probs(model, [*prompt, *before], temperature, 1.0).items()
+        }
+    ((tokens, taken),) = engine.draft_runner.round_stats.suffixes.values()
+    assert tokens > count
+    assert 0.02 < taken / tokens < 0.98
+    assert chi_square(drawn, distribution) > 1e-3
+
+
+def test_a_repeated_answer_takes_few_rounds_and_counts_for_no_draft() -> None:
+    engine = suffix_engine(shared_arm(), eos=-1)
+    first = run(engine, [request("r0", PROMPT, max_tokens=40)])["r0"]
+    again = run(engine, [request("r1", PROMPT, max_tokens=40)])["r1"]
+    assert tokens_of(again) == tokens_of(first)
+    assert len(again) < len(first) / 2
+    stats, record = again[-1].chunk.speculative, again[-1].record
+    assert stats is not None
+    assert stats.num_accepted_suffix_tokens > 20
+    assert (stats.num_draft_tokens, stats.num_spec_steps) == (0, 0)
+    assert again[-1].outcome is None
+    assert record is not None
+    assert (record.draft_token_ids == -1).all()
+    assert (record.accepted == -1).all()
+    assert np.isnan(record.draft_logprobs).all()
+    counts = engine.draft_runner.round_stats
+    assert counts.suffixes["sql"][1] >= stats.num_accepted_suffix_tokens
+    assert not counts.versions
+
+
+def test_beside_a_draft_each_counts_its_own_tokens() -> None:
+    engine = suffix_engine(shared_arm(), drafts=True, eos=-1)
+    for i in range(6):
+        outputs = run(engine, [request(f"r{i}", PROMPT[i // 2 :], max_tokens=40)])[f"r{i}"]
+        stats, record, outcome = (
+            outputs[-1].chunk.speculative,
+            outputs[-1].record,
+            outputs[-1].outcome,
+        )
+        assert stats is not None
+        assert record is not None
+        assert outcome is not None
+        assert (record.accepted == 1).sum() == stats.num_accepted_draft_tokens
+        assert (record.accepted >= 0).sum() <= stats.num_draft_tokens
+        assert outcome.rounds == stats.num_spec_steps
+        made = len(outputs) + stats.num_accepted_draft_tokens + stats.num_accepted_suffix_tokens
+        assert made - stats.num_cut_rounds == len(tokens_of(outputs)) == 40
+    counts = engine.draft_runner.round_stats
+    (own,) = counts.versions.values()
+    assert own.draft_tokens > 0
+    assert counts.suffixes["sql"][1] > 20
+
+
+@pytest.mark.parametrize("fields", [{"draft": "off"}, {"num_speculative_tokens": 0}])
+def test_a_request_without_speculation_has_no_suffix_drafts(fields: dict[str, Any]) -> None:
+    engine = suffix_engine(shared_arm(), eos=-1)
+    run(engine, [request("r0", PROMPT, max_tokens=40)])
+    outputs = run(engine, [request("r1", PROMPT, max_tokens=40, **fields)])["r1"]
+    assert drafted(outputs) == 0
+    assert len(outputs) == 40
+
+
+def test_a_request_with_a_number_of_its_own_drafts_by_its_draft_alone() -> None:
+    engine = suffix_engine(shared_arm(), drafts=True, eos=-1)
+    run(engine, [request("r0", PROMPT, max_tokens=40)])
+    asked = request("r1", PROMPT, max_tokens=40, num_speculative_tokens=3)
+    outputs = run(engine, [asked])["r1"]
+    stats = outputs[-1].chunk.speculative
+    assert stats is not None
+    assert (drafted(outputs), stats.num_spec_steps) == (0, len(outputs) - 1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"store": False},
+        {"recorded": False},
+        {"background": True},
+        {"topic": "math"},
+        {"cache_salt": "acme"},
+    ],
+)
+def test_an_answer_that_is_not_shared_drafts_for_no_other(fields: dict[str, Any]) -> None:
+    engine = suffix_engine(shared_arm(), eos=-1)
+    run(engine, [request("r0", PROMPT, max_tokens=14, **fields)])
+    assert not known(run(engine, [request("r1", PROMPT, max_tokens=14, store=False)])["r1"])
+    run(engine, [request("r2", PROMPT, max_tokens=14)])
+    assert known(run(engine, [request("r3", PROMPT, max_tokens=14)])["r3"])
+
+
+@pytest.mark.parametrize(
+    "purge",
+    [
+        lambda store: store.remove("r0", None),
+        lambda store: store.remove(None, "sql"),
+        lambda store: store.remove(None, None),
+    ],
+)
+def test_a_purge_reaches_the_recorded_answers(purge: Callable[[SuffixStore], int]) -> None:
+    arm = shared_arm()
+    engine = suffix_engine(arm, eos=-1)
+    run(engine, [request("r0", PROMPT, max_tokens=14)])
+    assert arm.store is not None
+    assert arm.store.remove("r1", "sql") == arm.store.remove("r0", "math") == 0
+    assert purge(arm.store) == 1
+    assert not known(run(engine, [request("r1", PROMPT, max_tokens=14)])["r1"])
+    assert known(run(engine, [request("r2", PROMPT, max_tokens=14)])["r2"])
+
+
+def test_retention_reaches_the_recorded_answers() -> None:
+    now = 0.0
+    store = SuffixStore(10.0, lambda: now)
+    store.add("sql", "", "r0", [1, 2, 3])
+    now = 9.0
+    assert store.expire() == 0
+    store.add("sql", "", "r1", [1, 2, 4])
+    now = 11.0
+    assert store.expire() == 1
+    assert store.remove("r0", None) == 0
+    now = 20.0
+    assert store.expire() == 1
+    assert store.num_tokens == 0
+
+
+def test_the_tokens_of_a_suffix_are_named_but_not_those_that_were_rejected() -> None:
+    engine = suffix_engine(shared_arm(), vocab=7, init={"initializer_range": 0.5}, eos=-1)
+    asked = [
+        request(f"r{i}", [3, 5, 4], max_tokens=30, token_sources=True, temperature=1.2)
+        for i in range(6)
+    ]
+    kinds: Counter[str] = Counter()
+    for one in asked:
+        for output in run(engine, [one])[one.request_id]:
+            for source in output.chunk.token_sources or ():
+                kinds[source.kind] += 1
+                assert source.draft == (None if source.kind == "plain" else SUFFIX)
+                assert source.weight_version is None
+                assert source.rejected_token_id is None
+                assert (source.acceptance_probability is not None) == (source.kind == "accepted")
+    assert kinds["recovered"] > 5
+    assert kinds["accepted"] > 5
+
+
+def test_a_failure_of_the_arm_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = answers(suffix_engine(None, eos=-1), [request("r", PROMPT, max_tokens=20)])
+
+    def broken(*_: object) -> None:
+        raise MemoryError
+
+    arm = SuffixArm(None)
+    monkeypatch.setattr(arm, "_predict", broken)
+    engine = suffix_engine(arm, eos=-1)
+    outputs = run(engine, [request("r", PROMPT, max_tokens=20)], draft_failures=True)
+    assert {"r": tokens_of(outputs["r"])} == plain
+    assert engine.draft_failures == 1
+
+
+def test_acceptance_is_learnt_from_what_was_never_drafted() -> None:
+    estimate, good, bad = SuffixEstimate(), bin_of(4, 1, 1), bin_of(16, 5, 5)
+    assert estimate.acceptance[good] < estimate.acceptance[bad]
+    for _ in range(60):
+        estimate.observe([good, good], [1, 2], [1, 2, 3])
+        estimate.observe([bad, good], [1, 2], [7])
+    assert estimate.acceptance[good] > 0.95
+    assert estimate.acceptance[bad] < 0.1
+    assert estimate.expected_accepted([good, bad])[1:] == pytest.approx([0.97, 1.04], abs=0.06)
+    heir = SuffixEstimate(estimate)
+    assert heir.acceptance == estimate.acceptance
+    for _ in range(30):
+        heir.observe([good], [1], [2])
+    assert heir.acceptance[good] < 0.2
+    assert len(heir.acceptance) == NUM_BINS
+
+
+@pytest.mark.parametrize(
+    ("expected", "drafted", "row_s", "draft_s", "chosen"),
+    [
+        ({0: [0, 0.9, 1.7, 2.4]}, [0.0], 0.1, 0.0, {0: 3}),
+        ({0: [0, 0.9, 1.0, 1.05]}, [0.0], 0.1, 0.0, {0: 1}),
+        ({0: [0, 0.1, 0.11, 0.11]}, [0.0], 0.1, 0.0, {}),
+        # in place of a draft, or not
+        ({0: [0, 0.9, 1.7, 2.4]}, [1.5], 0.1, 0.3, {0: 3}),
+        ({0: [0, 0.5, 0.6, 0.6]}, [1.5], 0.1, 0.3, {}),
+        # in one batch with it
+        ({0: [0, 0.99, 1.9, 2.8]}, [0.2, 2.0], 0.02, 0.3, {0: 3}),
+        # one row of many is not worth columns for all
+        ({3: [0, 0.9, 1.7, 2.4]}, [0.0] * 8, 0.1, 0.0, {}),
+        ({i: [0, 0.9, 1.8] for i in range(8)}, [0.0] * 8, 0.05, 0.0, dict.fromkeys(range(8), 2)),
+    ],
+)
+def test_the_longest_round_is_chosen_that_pays(
+    expected: dict[int, list[float]],
+    drafted: list[float],
+    row_s: float,
+    draft_s: float,
+    chosen: dict[int, int],
+) -> None:
+    def round_s(tokens: int, drafting: Any) -> float:
+        columns = max(tokens, 2 if drafting else 0)
+        return 1.0 + row_s * len(drafted) * columns + (draft_s if drafting else 0.0)
+
+    assert choose_lengths(expected, drafted, round_s) == chosen
