@@ -15,7 +15,12 @@ from paceline.deploy.demo.plot import FROZEN, ONLINE, STYLE
 mpl.use("Agg")
 from matplotlib import pyplot
 
-COLOURS = {"frozen": FROZEN, "online": ONLINE, "with synthetic prompts": "#b8860b"}
+COLOURS = {
+    "frozen": FROZEN,
+    "online": ONLINE,
+    "suffix": "#4f8a5b",
+    "with synthetic prompts": "#b8860b",
+}
 _CEILING = {"color": "#3b5b92", "linestyle": "--", "label": "offline ceiling, on the test"}
 
 

@@ -1,4 +1,4 @@
-"""Wall-clock speed of a topic's stream: plain, with the frozen draft, and with one that learns.
+"""Wall-clock speed of a topic's stream: plain, frozen, by suffixes, and with a draft that learns.
 
     make bench-speeds ARGS="--data ../shared/data"
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -34,16 +34,26 @@ from harness import (
 from online.lab import FROZEN, Lab
 from online.learner import Learning
 from online.streams import Unit, stream_arguments, stream_lab
+from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.request import DRAFT_OFF
 from paceline.actors.router.policy import GENERAL
+from paceline.actors.speculation.pending_updates import SwapWeights
 
-PLAIN, DAY_0, ONLINE, COUNTED_IN = "plain", "frozen", "online", "online, training counted in"
-_PAIRS = ((DAY_0, PLAIN), (ONLINE, PLAIN), (COUNTED_IN, PLAIN))
+PLAIN, DAY_0, SUFFIX, ONLINE, BOTH = "plain", "frozen", "suffix", "online", "online and suffix"
+COUNTED_IN = "{}, training counted in"
+_LEARNING = (ONLINE, BOTH)
 
 
-def drafts_of(topic: str) -> dict[str, str]:
-    """Draft of every arm that serves."""
-    return {PLAIN: DRAFT_OFF, DAY_0: FROZEN, ONLINE: topic}
+def arms_of(lab: Lab, topic: str) -> dict[str, tuple[Engine, str]]:
+    """Engine of every arm, and the draft that its requests name."""
+    drafts = lab.engine([GENERAL, topic], k=None)
+    return {
+        PLAIN: (drafts, DRAFT_OFF),
+        DAY_0: (drafts, FROZEN),
+        SUFFIX: (lab.engine([], k=None, suffix="topic"), ""),
+        ONLINE: (drafts, topic),
+        BOTH: (lab.engine([topic], k=None, suffix="topic"), topic),
+    }
 
 
 def speed(lab: Lab, topic: str, learning: Learning) -> Unit:
@@ -56,16 +66,22 @@ def speed(lab: Lab, topic: str, learning: Learning) -> Unit:
     def make() -> Unit:
         size, prompts = learning.requests_per_round, lab.stream(topic)
         blocks = [prompts[at : at + size] for at in range(0, len(prompts), size)]
-        engine, arms = lab.engine([GENERAL, topic], k=None), drafts_of(topic)
+        arms = arms_of(lab, topic)
+
+        def put(update: SwapWeights) -> None:
+            for arm in _LEARNING:
+                arms[arm][0].updates.put(update)
+
         timings, training = list[Timing](), list[float]()
         texts: dict[str, dict[str, list[int]]] = {arm: {} for arm in arms}
-        with lab.learner([topic], learning, engine.updates.put) as (learner, _):
+        with lab.learner([topic], learning, put) as (learner, _):
             for number, block in enumerate(blocks):
                 records = []
                 for arm in rotation(list(arms), number):
                     gc.collect()
+                    engine, draft = arms[arm]
                     began = time.perf_counter()
-                    found = list(lab.serve(engine, block, lambda _, a=arm: arms[a], rows=1))  # type: ignore[misc]
+                    found = list(lab.serve(engine, block, lambda _, d=draft: d, rows=1))  # type: ignore[misc]
                     seconds = time.perf_counter() - began
                     tokens = sum(len(answer.token_ids) for answer in found)
                     timings.append(Timing(arm, number, topic, tokens, seconds))
@@ -108,22 +124,24 @@ def summary(unit: Unit, size: int) -> dict[str, Any]:
         size: requests per block.
     """
     timings = [Timing(**fields) for fields in unit["timings"]]
-    online = [timing for timing in timings if timing.variant == ONLINE]
     counted = [
-        Timing(COUNTED_IN, t.block, t.topic, t.tokens, t.seconds + unit["training"][t.block])
-        for t in online
+        replace(
+            t, variant=COUNTED_IN.format(t.variant), seconds=t.seconds + unit["training"][t.block]
+        )
+        for t in timings
+        if t.variant in _LEARNING
     ]
     every = timings + counted
     arms = list(dict.fromkeys(timing.variant for timing in every))
     seconds = {arm: [t.seconds for t in every if t.variant == arm] for arm in arms}
-    tokens = sum(timing.tokens for timing in online)
-    late = online[-max(len(online) // 3, 2) :]  # what it has learnt by then
-    last = [t for t in timings if t.block >= late[0].block]
-    pays = {arm: pays_after(seconds[arm], seconds[COUNTED_IN]) for arm in (PLAIN, DAY_0)}
+    tokens = sum(timing.tokens for timing in timings if timing.variant == PLAIN)
+    blocks = len(unit["training"])
+    last = [t for t in timings if t.block >= blocks - max(blocks // 3, 2)]  # what is learnt by then
+    pays = {arm: pays_after(seconds[PLAIN], seconds[COUNTED_IN.format(arm)]) for arm in _LEARNING}
     return {
         "tokens_per_s": {arm: tokens / sum(seconds[arm]) for arm in arms},
-        "ratios": {f"{a} / {b}": asdict(paired_ratio(every, a, b)) for a, b in _PAIRS},
-        "last_third": asdict(paired_ratio(last, ONLINE, PLAIN)),
+        "over_plain": {arm: asdict(paired_ratio(every, arm, PLAIN)) for arm in arms[1:]},
+        "last_third": {a: asdict(paired_ratio(last, a, PLAIN)) for a in (*_LEARNING, SUFFIX)},
         "training_s": sum(unit["training"]),
         "pays_after": {arm: n and n * size for arm, n in pays.items()},
         "differ": unit["differ"],
@@ -136,11 +154,12 @@ def report(topics: Mapping[str, Any]) -> None:
     show(
         "Speed over the stream",
         [
-            {"topic": topic}
-            | facts["tokens_per_s"]
-            | {name: interval(ratio) for name, ratio in facts["ratios"].items()}
-            | {"last third": interval(facts["last_third"]), "pays after": facts["pays_after"]}
+            {"topic": topic, "arm": arm, "tokens/s": facts["tokens_per_s"][arm]}
+            | {"over plain": interval(ratio)}
+            | {"in the last third": interval(facts["last_third"].get(arm, {}))}
+            | {"pays after": facts["pays_after"].get(arm), "differ": facts["differ"].get(arm)}
             for topic, facts in topics.items()
+            for arm, ratio in facts["over_plain"].items()
         ],
     )
 

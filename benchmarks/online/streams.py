@@ -31,13 +31,14 @@ from torch import Tensor
 from online.lab import QUICK, Lab, Sizes, lab_arguments
 from online.learner import Learner, Learning
 from online.plots import draw_curves
-from online.rounds import Tally
+from online.rounds import Tally, replayed_suffixes
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.distiller import Distiller
 
 ORDER = ("math", "sql", "shell", "code")
 FOLDER_TOPICS = (*ORDER, "chat", "finance")
 PARTS = ("streams", "seeds", "synthetic", "ceilings")
+SERVED = ("frozen", "suffix", "online")
 COUNTS = ("rounds", "accepted", "drafted", "tokens")
 LEAST_GAP = 0.15  # from frozen to ceiling, below which a share of it says little
 SHARE = 0.9  # of such a gap that is to be closed
@@ -90,9 +91,10 @@ def learn(
 def stream(lab: Lab, topic: str, learning: Learning, *, run: bool = True) -> Unit | None:
     """A topic's stream, from disk or run now; None if it is missing and not to be run.
 
-    ``frozen`` and ``online``: counts per request; ``checkpoints``: scores per test prompt by
-    requests; ``test_frozen`` and ``test_online``: counts of the test with the initial and the last
-    weights; ``learning``: cost and decisions; ``synthetic``: what was made up.
+    ``frozen``, ``online``, ``suffix``: counts per request; ``checkpoints``: scores per test prompt
+    by requests; ``test_frozen``, ``test_online``, ``test_suffix``: counts of the test with the
+    initial weights, with the last, and with all answers of the stream known; ``learning``: cost and
+    decisions; ``synthetic``: what was made up.
     """
 
     def make() -> Unit:
@@ -110,6 +112,9 @@ def stream(lab: Lab, topic: str, learning: Learning, *, run: bool = True) -> Uni
         found |= {"checkpoints": scores, "online": online}
         if synthetic is not None:
             found["synthetic"] = synthetic.facts()
+        k, most = lab.sizes.k, lab.sizes.max_tokens
+        found["suffix"] = counts_of(replayed_suffixes(records, k, most), records)
+        found["test_suffix"] = counts_of(replayed_suffixes(test, k, most, records), test)
         found["test_frozen"] = counts_with(lab, None, test)
         return found | {"test_online": counts_with(lab, state, test)}
 
@@ -140,14 +145,25 @@ def frame_of(counts: Sequence[Sequence[float]]) -> pd.DataFrame:
     return pd.DataFrame(counts, columns=list(COUNTS))
 
 
-def windows(counts: Sequence[Sequence[float]], size: int) -> pd.Series:
-    """Acceptance rate of windows of ``size`` requests, by the number of requests at their end.
+def window_sums(counts: Sequence[Sequence[float]], size: int) -> pd.DataFrame:
+    """Counts of windows of ``size`` requests, by the number of requests at their end.
 
-    A rest that fills none is left out; nan if nothing was drafted.
+    A rest that fills none is left out.
     """
     frame = frame_of(counts[: len(counts) // size * size])
-    sums = frame.groupby((frame.index // size + 1) * size).sum()
+    return frame.groupby((frame.index // size + 1) * size).sum()
+
+
+def windows(counts: Sequence[Sequence[float]], size: int) -> pd.Series:
+    """Acceptance rate of :func:`window_sums`; nan if nothing was drafted."""
+    sums = window_sums(counts, size)
     return sums.accepted / sums.drafted.where(sums.drafted > 0)
+
+
+def window_lengths(counts: Sequence[Sequence[float]], size: int) -> pd.Series:
+    """Tokens per round of :func:`window_sums`; nan if there was no round."""
+    sums = window_sums(counts, size)
+    return 1.0 + sums.accepted / sums.rounds.where(sums.rounds > 0)
 
 
 def mean(sample: Sample) -> float:
@@ -225,14 +241,12 @@ def topic_summary(
     unit: Unit, ceiling: Unit | None, seeds: Sequence[Unit], synthetic: Unit | None, size: int
 ) -> dict[str, Any]:
     """Figures of a topic's stream, in windows of ``size`` requests."""
-    parts = {"frozen": unit["test_frozen"], "online": unit["test_online"]}
+    parts = {name: unit[f"test_{name}"] for name in SERVED}
     if ceiling is not None:
         parts["ceiling"] = ceiling["test_counts"]
     found = acceptance_summary(unit, ceiling) | {
         "requests": len(unit["online"]),
-        "windows": {
-            name: windows(unit[name], size).round(4).to_dict() for name in ("frozen", "online")
-        },
+        "windows": {name: window_lengths(unit[name], size).round(4).to_dict() for name in SERVED},
         "test_served": {name: served_summary(counts) for name, counts in parts.items()},
         "cost": cost(unit),
         "seeds": [acceptance_summary(own, ceiling) for own in seeds],
@@ -264,12 +278,12 @@ def draw(topics: dict[str, Any], out: Path) -> None:
     """Write streams.png and, if there are synthetic prompts, synthetic.png."""
     served = {t: facts["test_served"] for t, facts in topics.items()}
     levels = {
-        topic: own["ceiling"]["acceptance_rate"]["value"]
+        topic: own["ceiling"]["mean_acceptance_length"]["value"]
         for topic, own in served.items()
         if "ceiling" in own
     }
     curves = {topic: pd.DataFrame(facts["windows"]) for topic, facts in topics.items()}
-    draw_curves(out / "streams.png", curves, levels, "acceptance rate")
+    draw_curves(out / "streams.png", curves, levels, "tokens per round")
     both = {topic: facts for topic, facts in topics.items() if "synthetic" in facts}
     levels = {t: facts["ceiling"]["value"] for t, facts in both.items() if "ceiling" in facts}
     curves = {

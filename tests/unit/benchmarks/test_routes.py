@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ import torch
 from engines import engine_of, request, run, served, tokens_of
 from numpy.typing import NDArray
 from online import routes
-from online.rounds import Tally, replayed
+from online.rounds import Tally, replayed, replayed_suffixes
 from online.routes import Case
 from prompts import Prompt
 from tiny_models import tiny_llama
+from training_records import training_record
+
+from paceline.actors.replay.record import ReplayRecord
 
 GOOD, BAD = Tally(4, 16, 12, 0.9), Tally(10, 40, 2, 0.1)
 
@@ -46,6 +50,27 @@ def test_a_later_token_of_a_round_is_that_of_a_later_step() -> None:
     first, second = [True] * 4, [True, False, True, True]
     # the second token of the first round is refused, all others of the second step are not
     assert replayed(agreement(first, second), 3, 9) == Tally(2, 6, 3, pytest.approx(7 / 8))
+
+
+def test_suffixes_are_replayed_from_what_came_before() -> None:
+    def record(prompt: list[int], output: list[int]) -> ReplayRecord:
+        named = {"prompt_token_ids": prompt, "output_token_ids": output}
+        arrays = {name: np.array(ids, dtype=np.int32) for name, ids in named.items()}
+        return replace(training_record(0), **arrays)  # type: ignore[arg-type]
+
+    first = record([1, 2, 3], [10, 11, 12, 13, 14, 15, 16, 17])
+    again, other = record([9, 2, 3], [10, 11, 12, 13, 99, 15]), record([7], [30, 31])
+    found = replayed_suffixes([first, again, other], 3, 90)
+    assert found[0] == Tally(8, 0, 0, 0.0)  # nothing is known
+    # 10 11 12 and a bonus; 14 15 16 refused, 99 by the target; nothing follows 99
+    assert found[1] == Tally(3, 6, 3, 3 / 6)
+    assert found[2] == Tally(2, 0, 0, 0.0)
+    known = replayed_suffixes([again], 3, 90, [first])
+    assert known == found[1:2]
+    # the request's own repetition; the last token that is allowed is not drafted for
+    assert replayed_suffixes([record([5, 6, 1, 2, 3, 4, 5, 6, 1], [2, 3, 4])], 3, 3) == [
+        Tally(1, 2, 2, 2 / 3)
+    ]
 
 
 def noisy(model: Any) -> Any:

@@ -19,6 +19,7 @@ def test_windows_sum_before_they_divide_and_leave_out_a_rest() -> None:
     uneven = [[1, 2, 2, 3], [9, 0, 98, 9], [1, 4, 4, 5]]
     found = streams.windows(uneven, 2)
     assert dict(found) == {2: 2 / 100}
+    assert dict(streams.window_lengths(uneven, 2)) == {2: 1 + 2 / 10}
     assert streams.windows([], 2).empty
     assert math.isnan(streams.windows([[0, 0, 0, 7]], 1)[1])
 
@@ -77,7 +78,7 @@ def test_learning_pays_once_it_has_caught_up_for_good() -> None:
 
 
 def test_speeds_count_training_apart() -> None:
-    seconds = {"plain": 2.0, "frozen": 2.5, "online": 1.0}
+    seconds = {"plain": 2.0, "frozen": 2.5, "suffix": 2.0, "online": 1.0, "online and suffix": 0.5}
     unit = {
         "timings": [
             {"variant": arm, "block": block, "topic": "a", "tokens": 10, "seconds": own}
@@ -89,24 +90,24 @@ def test_speeds_count_training_apart() -> None:
         "machine": {},
     }
     found = speeds.summary(unit, 16)
-    assert found["tokens_per_s"] == {
-        "plain": 5.0,
-        "frozen": 4.0,
-        "online": 10.0,
-        "online, training counted in": 5.0,
-    }
-    assert found["ratios"]["online / plain"]["ratio"] == pytest.approx(2.0)
-    assert found["last_third"]["ratio"] == pytest.approx(2.0)
-    assert found["pays_after"] == {"plain": 6 * 16, "frozen": 2 * 16}
+    assert found["tokens_per_s"]["frozen"] == pytest.approx(4.0)
+    assert found["tokens_per_s"]["online"] == pytest.approx(10.0)
+    assert found["tokens_per_s"]["online, training counted in"] == pytest.approx(5.0)
+    assert found["over_plain"]["online"]["ratio"] == pytest.approx(2.0)
+    assert found["last_third"]["online and suffix"]["ratio"] == pytest.approx(4.0)
+    assert found["pays_after"] == {"online": 6 * 16, "online and suffix": 2 * 16}
+    speeds.report({"a": found})
 
 
 def stream(online: float) -> dict[str, Any]:
     return {
         "frozen": counts(1, 1, 1, 1),
         "online": counts(1, 5, 9, 9),
+        "suffix": counts(0, 1, 2, 2),
         "checkpoints": {"0": [0.1, 0.2], "4": [online, online]},
         "test_frozen": counts(1, 1),
         "test_online": counts(9, 8),
+        "test_suffix": counts(2, 2),
         "learning": {"seconds": 1.0, "micro_steps": 8, "published": 2, "rejected": 1},
         "machine": {},
     }
@@ -121,7 +122,7 @@ def test_a_topic_is_summed_up() -> None:
     assert found["gap_closed"]["value"] == pytest.approx(0.75 / 0.8, abs=1e-3)
     assert found["reached"]
     assert found["checkpoints"] == {0: pytest.approx(0.15), 4: 0.9}
-    assert found["windows"]["online"] == {2: 0.3, 4: 0.9}
+    assert found["windows"]["online"] == {2: 1.6, 4: 2.8}
     assert found["cost"]["seconds_per_point"] == pytest.approx(1.0 / 75.0)
     assert found["test_served"]["online"]["acceptance_rate"]["value"] == pytest.approx(0.85)
     assert found["test_served"]["online"]["mean_acceptance_length"]["value"] == pytest.approx(2.7)
