@@ -16,6 +16,8 @@ from paceline.actors.speculation.suffix.estimates import choose_lengths
 
 logger = logging.getLogger(__name__)
 
+_OBSERVE_EVERY = 4  # rounds, where no draft of a model is there to be chosen
+
 
 class SpeculationController:
     """Chooses k per sequence: the request's own number, or what the goodput policy chooses.
@@ -36,6 +38,7 @@ class SpeculationController:
         self._policy = policy
         self._proposer = proposer
         self._versions: dict[str, int] = {}  # with which each draft last proposed
+        self._undrafted = 0  # rounds since one with drafts
         self.failures = 0
 
     def choose_num_draft_tokens(
@@ -55,6 +58,8 @@ class SpeculationController:
                 choice, which holds for several rounds, is made for them too.
             disabled: whether a draft must not be used.
         """
+        if all(s.num_speculative_tokens == 0 for s in batch):
+            return [0] * len(batch)
         uncomputed = {s.request_id for s in batch if self._policy and self._needs_prefill(s)}
         chosen = self._choose_by_group(batch, prefilling, uncomputed)
         wanted = []
@@ -86,7 +91,7 @@ class SpeculationController:
         policy = self._policy
         if policy is None:
             return {}
-        groups = [group_of(sequence) for sequence in batch]
+        groups = [group_of(sequence) for sequence in batch] if any(wanted) else []
 
         def round_s(tokens: int, drafting: Collection[int]) -> float:
             counts = Counter(groups[i] for i in drafting)
@@ -95,8 +100,7 @@ class SpeculationController:
 
         try:
             gains = [
-                policy.expected_accepted(group, k) if k else 0.0
-                for group, k in zip(groups, wanted, strict=True)
+                policy.expected_accepted(groups[i], k) if k else 0.0 for i, k in enumerate(wanted)
             ]
             return choose_lengths({i: d.expected for i, d in drafts.items()}, gains, round_s)
         except Exception:
@@ -170,12 +174,19 @@ class SpeculationController:
         try:
             prefilled = self._proposer.prefilled if proposed else DraftPrefill()
             for i, sequence in enumerate(batch):
-                group, tried = group_of(sequence), by_model[i]
+                tried = by_model[i]
+                if not tried:
+                    continue
+                group = group_of(sequence)
                 # A sampled token's probability says nothing of its acceptance.
                 sure = () if group.sampled else probs[i][:tried]
                 taken = min(accepted[i], tried)
                 self._policy.observe_acceptance(group, limits[i], tried, taken, sure)
             active = [s.draft for s, tried in zip(batch, by_model, strict=True) if tried]
+            self._undrafted = 0 if any(drafted) else self._undrafted + 1
+            fixed = all(s.num_speculative_tokens == 0 for s in batch)
+            if fixed and self._undrafted % _OBSERVE_EVERY:  # observing takes its time, too
+                return self._policy.plain_decode_seconds(len(batch), len(batch))
             timed_steps = 0 if self._proposer.timed_out else max(by_model)
             sizes = (len(active), len(set(active)), timed_steps)
             verify_s, tokens = round_s - drafting_s, max(drafted) + 1

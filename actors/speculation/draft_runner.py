@@ -54,6 +54,8 @@ class DraftRunner:
         """
         self._proposer = proposer
         self._suffixes = suffixes
+        self._suffix_wait = 0  # rounds from a look-up without drafts to the next
+        self._suffix_pause = 0  # of these, those to come
         self._controller = SpeculationController(policy, proposer)
         self.updates = PendingUpdates(proposer, self._controller, clock)
         self.round_stats = RoundStats()
@@ -147,15 +149,23 @@ class DraftRunner:
         """
         if self._suffixes is None:
             return wanted, {}
+        if self._suffix_pause > 1:
+            self._suffix_pause -= 1
+            return wanted, {}
         try:
             found = self._suffixes.look_up(batch, self._controller.max_suffix_tokens)
             for i in known:
                 found.pop(i, None)
+            # In a large batch looking up takes the longest and pays the least often.
+            self._suffix_wait = min(max(2 * self._suffix_wait, 2), len(batch))
+            self._suffix_pause = self._suffix_wait
             if not found:
                 return wanted, {}
             if self._controller.plain_is_due(batch):
                 return [0] * len(batch), {}
             lengths = self._controller.choose_suffix_lengths(batch, wanted, found)
+            if lengths:
+                self._suffix_pause = self._suffix_wait = 0
             return wanted, {i: found[i].tokens[:n] for i, n in lengths.items()}
         except Exception:
             self._failures += 1

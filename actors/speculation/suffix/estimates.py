@@ -119,6 +119,9 @@ def choose_lengths(
     chosen: dict[int, int] = {}
     for tokens in range(1, max(map(len, expected.values()))):
         lengths = {i: min(tokens, len(own) - 1) for i, own in expected.items()}
+        suffixes = [expected[i][n] for i, n in lengths.items()]
+        if batch + sum(suffixes) + sum(drafted) <= best * round_s(tokens, ()):
+            continue  # as in most rounds of large batches
         better = {i: n for i, n in lengths.items() if expected[i][n] > drafted[i]}
         left = [i for i in others if i not in better]
         for rows, drafting in ((lengths, []), (better, left)) if left else ((lengths, []),):

@@ -145,6 +145,23 @@ def test_a_wrong_rollback_changes_nothing_and_names_the_field(
     assert world.registry.stable_versions()["sql"] == 1
 
 
+def test_a_purge_reaches_the_target_replicas(world: World) -> None:
+    asked: list[tuple[str | None, str | None]] = []
+
+    async def purge_replicas(request_id: str | None, topic: str | None) -> int:
+        asked.append((request_id, topic))
+        if request_id == "cmpl-b":
+            raise ConnectionError
+        return 5
+
+    world.operations._purge_replicas = purge_replicas
+    removed = world.post("replay/purge", {"topic": "sql"}).json()["removed"]
+    assert removed == {"sql": 0, "(replicas)": 5}
+    removed = world.post("replay/purge", {"request_id": "cmpl-b"}).json()["removed"]
+    assert removed == {"sql": 0, "general": 0, "(replicas)": None}
+    assert asked == [(None, "sql"), ("cmpl-b", None)]
+
+
 def test_an_answer_is_purged_with_all_its_choices_and_no_other(world: World) -> None:
     world.insert("cmpl-a-0", "cmpl-a-1", "cmpl-ab-0", "cmpl-b-0")
     assert world.post("replay/purge", {"request_id": "cmpl-a"}).json() == {
