@@ -39,7 +39,7 @@ def trial(rng: np.random.Generator, stable: float, gain: float, share: float) ->
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = arguments(__doc__)
-    parser.add_argument("--share", type=float, default=0.1)
+    parser.add_argument("--share", type=float, default=0.25)
     parser.add_argument("--trials", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)

@@ -306,7 +306,7 @@ class TrainingConfig(Section):
     idle_after_s: Seconds = 0.05
     max_occupancy: Literal["auto"] | Fraction = "auto"
     keep_versions: Count = 3
-    canary_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.1
+    canary_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.25
     synthetic_per_record: Annotated[float, Field(ge=0.0, le=16.0)] = 0.0
     adapter: Literal["full", "lora"] = "full"
     lora_rank: Count = 16
