@@ -18,7 +18,7 @@ from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.adapters import Adapters, load_state
 from paceline.actors.training.batches import Batch, plain_tokens
 from paceline.actors.training.deepspeed_setup import engine_config, training_dtype, zero_stage
-from paceline.actors.training.eagle import eagle_objective
+from paceline.actors.training.eagle import FULL, Effort, eagle_objective
 from paceline.actors.training.forward import (
     load_trainable,
     logits_at,
@@ -123,11 +123,12 @@ class _DraftWithLoss(nn.Module):
     def __init__(self, draft: nn.Module, settings: ObjectiveSettings) -> None:
         super().__init__()
         self.draft = draft
+        self.effort = FULL
         self._settings = settings
 
     def forward(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(self.draft, EagleDraft):
-            goal = eagle_objective(self.draft, batch, self._settings, weights)
+            goal = eagle_objective(self.draft, batch, self._settings, weights, self.effort)
         else:
             goal = objective(logits_at(self.draft, batch), batch, self._settings, weights)
         return goal.loss, goal.expected_acceptance, goal.per_record
@@ -259,6 +260,10 @@ class Distiller:
     def scale_rate(self, share: float) -> None:
         """Scale the learning rate by a share in (0, 1], from the next step but one on."""
         self.rate_share = share
+
+    def set_effort(self, effort: Effort) -> None:
+        """Compute so much of an EAGLE objective, until the next :meth:`reset`."""
+        self._engine.module.effort = effort
 
     def micro_step(self, batch: Batch) -> MicroStep:
         """Learn from a whole batch; every ``accumulation``-th call moves the weights."""

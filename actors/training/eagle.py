@@ -7,10 +7,12 @@ computed; from the second on it reads its own hidden states of the step before, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -31,6 +33,26 @@ STEP_DECAY = 0.8  # weight of a step's loss relative to the one before
 _NEVER = -1e4  # logit of tokens outside the vocabulary
 _POSITIONS = 128  # whose logits exist at a time
 MAX_RANK = 128  # of a basis
+_WIDTHS = 512  # see batches.py: few shapes of the head
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much of the objective is computed; a rough one takes a seventh of the time.
+
+    Attributes:
+        steps: drafted tokens.
+        tokens: least number of those that stand for the draft's vocabulary, see
+            :func:`draw_tokens`; None computes all.
+        rng: draws them.
+    """
+
+    steps: int = STEPS
+    tokens: int | None = None
+    rng: np.random.Generator | None = None
+
+
+FULL = Effort()
 
 
 def draft_vocabulary(draft: EagleDraft, batch: Batch) -> Batch:
@@ -39,9 +61,43 @@ def draft_vocabulary(draft: EagleDraft, batch: Batch) -> Batch:
     A token outside becomes D, the column of :func:`head_logits` that has no probability; what the
     target gave it is dropped, so that a position weighs as much as the draft can propose.
     """
-    ids = draft.get_buffer(VOCABULARY).long()
+    return _renamed(batch, draft.get_buffer(VOCABULARY).long(), int(draft.config.vocab_size))
+
+
+def draw_tokens(
+    batch: Batch, size: int, least: int, rng: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """Tokens that stand for a vocabulary: all that the batch names, and some of the others.
+
+    A drawn token stands for several: with the logarithm of their number added to its logit, the
+    expected sum of exponentials is that of all (sampled softmax, Jean et al., arXiv 1412.2007).
+
+    Args:
+        batch: with labels in a vocabulary of D tokens.
+        size: D.
+        least: number of tokens.
+        rng: draws them, uniformly.
+
+    Returns:
+        int64 ``[S]`` tokens, and float32 ``[S]``, what is added to their logits.
+    """
+    named = torch.zeros(size + 1, dtype=torch.bool)
+    for ids in (batch.top_ids, batch.output_ids):
+        named[ids.reshape(-1).cpu()] = True
+    own, others = (found.nonzero()[:, 0] for found in (named[:size], ~named[:size]))
+    width = -(-max(least, len(own) + _WIDTHS) // _WIDTHS) * _WIDTHS
+    count = min(width - len(own), len(others))
+    drawn = others[torch.from_numpy(rng.permutation(len(others))[:count])]
+    added = torch.zeros(len(own) + count)
+    added[len(own) :] = math.log(max(len(others), 1) / max(count, 1))
+    device = batch.top_ids.device
+    return torch.cat([own, drawn]).to(device), added.to(device)
+
+
+def _renamed(batch: Batch, ids: Tensor, whole: int) -> Batch:
+    """Labels as indices into some tokens of a vocabulary of ``whole`` ones."""
     size = len(ids)
-    index = torch.full((int(draft.config.vocab_size),), size, device=ids.device)
+    index = torch.full((whole,), size, device=ids.device)
     index[ids] = torch.arange(size, device=ids.device)
     top = index[batch.top_ids]
     outside = top == size
@@ -56,12 +112,22 @@ def draft_vocabulary(draft: EagleDraft, batch: Batch) -> Batch:
 
 def head_logits(draft: EagleDraft, states: Tensor) -> Tensor:
     """Logits ``[N, D + 1]`` of states ``[N, H]``; the last column is of all tokens outside."""
-    logits = functional.linear(states, draft.head)
+    return _logits(draft.head, states, None)
+
+
+def _logits(head: Tensor, states: Tensor, added: Tensor | None) -> Tensor:
+    logits = functional.linear(states, head)
+    if added is not None:
+        logits = logits.float() + added
     return functional.pad(logits, (0, 1), value=_NEVER)
 
 
 def eagle_objective(
-    draft: EagleDraft, batch: Batch, settings: ObjectiveSettings, weights: Tensor
+    draft: EagleDraft,
+    batch: Batch,
+    settings: ObjectiveSettings,
+    weights: Tensor,
+    effort: Effort = FULL,
 ) -> Objective:
     """The objective of :mod:`losses`, a mean over the steps of falling weight.
 
@@ -70,14 +136,16 @@ def eagle_objective(
         batch: with hidden states.
         settings: see ObjectiveSettings.
         weights: float32 ``[N]``, of the positions.
+        effort: see Effort.
     """
     own, goals = draft_vocabulary(draft, batch), []
-    for states in step_states(draft, batch):
+    for states in step_states(draft, batch, effort.steps):
         loss, values, accepted = _HeadLosses.apply(  # type: ignore[no-untyped-call]
-            states, draft, own, settings, weights
+            states, draft, own, settings, weights, effort
         )
         goals.append(summarize(loss, values, accepted, own))
-    shares = [STEP_DECAY**step / sum(STEP_DECAY**i for i in range(STEPS)) for step in range(STEPS)]
+    decays = [STEP_DECAY**step for step in range(effort.steps)]
+    shares = [decay / sum(decays) for decay in decays]
 
     def mean(name: str) -> Tensor:
         parts = [getattr(goal, name) for goal in goals]
@@ -101,18 +169,23 @@ class _HeadLosses(torch.autograd.Function):
         batch: Batch,
         settings: ObjectiveSettings,
         weights: Tensor,
+        effort: Effort,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted loss (a scalar), and loss and acceptance of every position, ``[N]`` each."""
         gradient, losses, accepted = torch.empty_like(states), [], []
         for start in range(0, len(states), _POSITIONS):
             at = slice(start, start + _POSITIONS)
-            part = batch.positions(at)
+            part, head, added = batch.positions(at), draft.head, None
+            if effort.tokens is not None:
+                assert effort.rng is not None
+                ids, added = draw_tokens(part, len(head), effort.tokens, effort.rng)
+                part, head = _renamed(part, ids, len(head) + 1), head[ids]
             with torch.enable_grad():
                 own = states[at].detach().requires_grad_()
-                logits = head_logits(draft, own)
+                logits = _logits(head, own, added)
                 values = position_losses(logits, part, settings)
                 if settings.loss == "hard_label":  # no label outside the vocabulary can be learnt
-                    values = values * (part.output_ids < len(draft.head))
+                    values = values * (part.output_ids < len(head))
                 gradient[at] = torch.autograd.grad((weights[at] * values).sum(), own)[0]
             losses.append(values.detach())
             with torch.no_grad():
@@ -126,7 +199,7 @@ class _HeadLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         """The states' gradient, times that of the loss."""
-        return (outer[0] * ctx.saved_tensors[0], None, None, None, None)
+        return (outer[0] * ctx.saved_tensors[0], None, None, None, None, None)
 
 
 def step_states(draft: EagleDraft, batch: Batch, steps: int = STEPS) -> list[Tensor]:
@@ -140,7 +213,7 @@ def step_states(draft: EagleDraft, batch: Batch, steps: int = STEPS) -> list[Ten
     assert batch.hidden is not None
     width = batch.input_ids.shape[1]
     positions = torch.arange(width, device=batch.input_ids.device)[None]
-    hidden, cache = _shifted(batch.hidden.to(draft.dtype)), DynamicCache()
+    hidden, cache = shifted(batch.hidden.to(draft.dtype)), DynamicCache()
     found = []
     for step in range(steps):
         state = draft.trunk(
@@ -151,7 +224,7 @@ def step_states(draft: EagleDraft, batch: Batch, steps: int = STEPS) -> list[Ten
             use_cache=True,
         ).last_hidden_state
         found.append(state[batch.rows, batch.columns])
-        hidden = _shifted(state)
+        hidden = shifted(state)
     return found
 
 
@@ -175,7 +248,7 @@ def state_basis(draft: EagleDraft, batches: Iterable[Batch]) -> Tensor:
     return vectors[:, -rank:].T.contiguous()
 
 
-def _shifted(hidden: Tensor) -> Tensor:
+def shifted(hidden: Tensor) -> Tensor:
     """States ``[B, T, H]`` moved to the next position; the first has none, zeros."""
     return functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
 

@@ -441,8 +441,9 @@ def test_shares_of_a_batch_have_the_gradient_of_the_whole(target: Path, draft: P
         torch.testing.assert_close(many, one, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", [None, 10**6], ids=["all", "drawn"])
 def test_the_loss_in_parts_is_the_loss_of_all_positions(
-    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch, tokens: int | None
 ) -> None:
     from paceline.actors.training import eagle
     from paceline.actors.training.losses import objective, position_weights
@@ -452,7 +453,8 @@ def test_the_loss_in_parts_is_the_loss_of_all_positions(
     weights = position_weights([batch], settings)
     model = load_draft(draft, target, torch.float32, torch.device("cpu"))
     monkeypatch.setattr(eagle, "_POSITIONS", 16)
-    found = eagle.eagle_objective(model, batch, settings, weights)
+    effort = eagle.Effort(tokens=tokens, rng=np.random.default_rng(0))
+    found = eagle.eagle_objective(model, batch, settings, weights, effort)
     found.loss.backward()
     parts = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()

@@ -19,7 +19,7 @@ from paceline.actors.training.draft_maker import (
     measure_speed,
 )
 from paceline.actors.training.expert_evaluation import step_agreement
-from paceline.actors.weights.eagle import VOCABULARY, load_draft, read_draft
+from paceline.actors.weights.eagle import VOCABULARY, load_draft, new_draft, read_draft
 
 pytestmark = pytest.mark.usefixtures("deepspeed")
 
@@ -67,14 +67,21 @@ def test_a_draft_is_made_resumed_and_learns(tmp_path: Path) -> None:
     held_out = maker.held_out()
     assert held_out
     made = load_draft(tmp_path / "draft", TARGET, torch.float32, torch.device("cpu")).eval()
-    initial = load_draft(
+    started = load_draft(
         tmp_path / "draft" / "making" / "initial", TARGET, torch.float32, torch.device("cpu")
     ).eval()
-    after, before = (step_agreement(d, held_out, max_length=512) for d in (made, initial))
+    plain = new_draft(TARGET, vocabulary=made.get_buffer(VOCABULARY))
+    plain = plain.cast(made.device, made.dtype)
+    plain.ends = made.ends
+    plain.eval()
+    after, before = (step_agreement(d, held_out, max_length=512) for d in (made, plain))
     assert len(after) == 3
     rank, size = made.basis.shape
     assert rank == size // 4
-    assert sum(after) > sum(before) + 0.3
+    assert sum(after) > sum(before) + 0.05
+    learnt = maker._usable(made.config.vocab_size)
+    linear, first = (step_agreement(d, learnt, max_length=512)[0] for d in (started, plain))
+    assert linear > first + 0.1
     prompts = [tuple(record.prompt_token_ids.tolist()) for record in held_out[:2]]
     speed = measure_speed(further, after, prompts, ticks())
     assert 1 <= speed.k <= 8
