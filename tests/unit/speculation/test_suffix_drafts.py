@@ -127,7 +127,7 @@ def test_sampled_answers_keep_the_target_distribution(seeded: bool) -> None:
             for token, p in target_probs(model, [*prompt, *before], temperature, 1.0).items()
         }
     ((tokens, taken),) = engine.draft_runner.round_stats.suffixes.values()
-    assert tokens > count
+    assert tokens > count / 2
     assert 0.02 < taken / tokens < 0.98
     assert chi_square(drawn, distribution) > 1e-3
 
