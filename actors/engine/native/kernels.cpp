@@ -71,8 +71,12 @@ extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
     return have_distributions(static_cast<const T*>(logits), n, size);                         \
   }                                                                                            \
   extern "C" void top_k_##NAME(const void* logits, int64_t n, int64_t size, int64_t k,         \
-                               int64_t* ids, float* values, float* logsumexp) {                \
-    top_k(static_cast<const T*>(logits), n, size, k, ids, values, logsumexp);                  \
+                               int64_t threads, int64_t* ids, float* values,                   \
+                               float* logsumexp) {                                             \
+    each(n, threads, [&](int64_t i) {                                                          \
+      top_k(static_cast<const T*>(logits) + i * size, size, k, ids + i * k, values + i * k,    \
+            logsumexp + i);                                                                    \
+    });                                                                                        \
   }                                                                                            \
   extern "C" void accept_##NAME(const void* logits, int64_t batch, int64_t k, int64_t vocab,   \
                                 const int64_t* drafts, const int64_t* drafted,                 \

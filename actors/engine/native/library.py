@@ -313,7 +313,7 @@ class Kernels:
         self._have_distributions.argtypes = [pointer, size, size]
         self._have_distributions.restype = ctypes.c_bool
         self._top_k = library[f"top_k_{NAMES[dtype]}"]
-        self._top_k.argtypes = [pointer, size, size, size, pointer, pointer, pointer]
+        self._top_k.argtypes = [pointer, *[size] * 4, pointer, pointer, pointer]
         self._accept = library[f"accept_{NAMES[dtype]}"]
         self._accept.argtypes = [pointer, size, size, size, *[pointer] * 4]
         self._packed_size = library[f"packed_size_{NAMES[dtype]}"]
@@ -565,6 +565,7 @@ class Kernels:
             logsumexp.numel(),
             logits.shape[-1],
             k,
+            torch.get_num_threads(),
             ids.data_ptr(),
             values.data_ptr(),
             logsumexp.data_ptr(),

@@ -40,37 +40,34 @@ bool have_distributions(const T* logits, int64_t n, int64_t size) {
   return true;
 }
 
-// Finds the k largest entries of n rows, descending, equal ones in order, and the logsumexp of each
-// row.
+// Finds the k largest entries of a row, descending, equal ones in order, and its logsumexp.
 template <class T>
-void top_k(const T* logits, int64_t n, int64_t size, int64_t k, int64_t* ids, float* values,
+void top_k(const T* logits, int64_t size, int64_t k, int64_t* ids, float* values,
            float* logsumexp) {
   constexpr int64_t block = 64;
-  for (int64_t row = 0; row < n; ++row, logits += size, ids += k, values += k) {
-    int64_t held = 0;
-    for (int64_t start = 0; start < size; start += block) {
-      const int64_t end = std::min(size, start + block);
-      float largest = -std::numeric_limits<float>::infinity();
+  int64_t held = 0;
+  for (int64_t start = 0; start < size; start += block) {
+    const int64_t end = std::min(size, start + block);
+    float largest = -std::numeric_limits<float>::infinity();
 #pragma omp simd reduction(max : largest)
-      for (int64_t i = start; i < end; ++i) largest = std::max(largest, widen(logits[i]));
-      if (held == k && !(largest > values[k - 1])) continue;
-      for (int64_t i = start; i < end; ++i) {
-        const float value = widen(logits[i]);
-        if (held == k && !(value > values[k - 1])) continue;
-        int64_t at = held < k ? held++ : k - 1;
-        for (; at > 0 && values[at - 1] < value; --at) {
-          values[at] = values[at - 1];
-          ids[at] = ids[at - 1];
-        }
-        values[at] = value;
-        ids[at] = i;
+    for (int64_t i = start; i < end; ++i) largest = std::max(largest, widen(logits[i]));
+    if (held == k && !(largest > values[k - 1])) continue;
+    for (int64_t i = start; i < end; ++i) {
+      const float value = widen(logits[i]);
+      if (held == k && !(value > values[k - 1])) continue;
+      int64_t at = held < k ? held++ : k - 1;
+      for (; at > 0 && values[at - 1] < value; --at) {
+        values[at] = values[at - 1];
+        ids[at] = ids[at - 1];
       }
+      values[at] = value;
+      ids[at] = i;
     }
-    float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < size; ++i) total += exponential(widen(logits[i]) - values[0]);
-    logsumexp[row] = values[0] + std::log(total);
   }
+  float total = 0.0f;
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < size; ++i) total += exponential(widen(logits[i]) - values[0]);
+  *logsumexp = values[0] + std::log(total);
 }
 
 // Verifies B rows of k draft tokens greedily: counts the accepted ones, and finds the target's next
