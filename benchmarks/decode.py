@@ -77,6 +77,7 @@ class Bench:
                 max_num_seqs=max(options.batches),
                 max_model_len=MAX_PROMPT_TOKENS + options.max_tokens + 16,
                 cuda_graphs=not options.no_cuda_graphs,
+                suffix="request",  # as the server, where k is its own choice
             )[0]
 
         self.target = load(target)

@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/exactness.py --target smollm2 --prompts 200 --max-tokens 96
 
-The same prompts run with speculation off and on, one at a time and eight at once, with drafts that
-are swapped for others all the time, and resumed in the middle as after the death of a replica; the
-tokens are compared with those of plain decoding eight at once.
+The same prompts run with speculation off, on, and as the engine chooses, suffixes included, one at
+a time and eight at once; with drafts that are swapped for others all the time, and resumed in the
+middle as after the death of a replica. The tokens are compared with those of plain decoding eight
+at once.
 """
 
 from __future__ import annotations
@@ -76,11 +77,12 @@ def compare(
 ) -> dict[str, Any]:
     """Differing answers of one dtype."""
     own = {"dtype": dtype, "threads": threads, "max_num_seqs": 8, "max_model_len": 1024}
+    own |= {"suffix": "request"}
     engine, tokenizer, facts = load_engine({"general": str(draft)}, target=target, **own)
     texts = [text for topic in TOPICS for text in generate(topic, count // len(TOPICS), seed=5)]
     prompts = [Prompt(f"{i:04d}", "all", chat_ids(tokenizer, t)) for i, t in enumerate(texts)]
     keys, found = [prompt.key for prompt in prompts], {}
-    for name, k in (("off", 0), ("on", 4)):
+    for name, k in (("off", 0), ("on", 4), ("auto", None)):
         served = Served(name, engine, k, lambda _: "general")
         for batch in (8, 1):
             run = served.run(prompts, batch, 0.0, max_tokens)
