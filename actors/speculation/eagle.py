@@ -71,7 +71,7 @@ class EagleDecoder:
         self._rotary = Rotary(first.trunk.rotary_emb, self._ends.embedding, capacity)
         self._shared = ExpertLayout([0], first.device)
         self._heads: dict[bytes, _Head] = {}
-        self._screens: dict[bytes, _Screen] = {}
+        self._screen_of: dict[bytes, _Screen] = {}
         self._logits_buffer: tuple[tuple[bytes, int], Tensor] | None = None
         self._fuse_weights(drafts)
         self._share_heads()
@@ -107,7 +107,7 @@ class EagleDecoder:
             heads[key] = heads.get(key) or self._heads.get(key) or self._head(draft)
         self._heads, self._head_of = heads, keys
         self._screens = self._make_screens()
-        self._plans: dict[int, EaglePlan] = {}
+        self._plans: dict[tuple[int, bool], EaglePlan] = {}
 
     def _head(self, draft: EagleDraft) -> _Head:
         ids = draft.get_buffer(VOCABULARY).long()
@@ -117,18 +117,18 @@ class EagleDecoder:
         linear.pack()
         return _Head(ids, linear)
 
-    def _screen_key(self, expert: int) -> bytes:
-        basis = self._drafts[expert].basis.float().cpu().numpy()
-        return self._head_of[expert] + bytes(basis)
-
-    def _make_screens(self) -> dict[bytes, _Screen]:
-        """Screens by :meth:`_screen_key`; none unless the kernels and all drafts can."""
-        if not self.rolls_out or not all(len(draft.basis) for draft in self._drafts):
+    def _make_screens(self) -> dict[int, _Screen]:
+        """Screens by expert; those of the same vocabulary and basis share one."""
+        if not self.rolls_out:
             return {}
-        screens: dict[bytes, _Screen] = {}
+        made: dict[bytes, _Screen] = {}
+        screens = {}
         for expert, draft in enumerate(self._drafts):
-            key = self._screen_key(expert)
-            screens[key] = screens.get(key) or self._screens.get(key) or self._screen(draft)
+            if draft.fits_basis:
+                key = self._head_of[expert] + bytes(draft.basis.float().cpu().numpy())
+                made[key] = self._screen_of.get(key) or made.get(key) or self._screen(draft)
+                screens[expert] = made[key]
+        self._screen_of = made
         return screens
 
     def _screen(self, draft: EagleDraft) -> _Screen:
@@ -195,23 +195,24 @@ class EagleDecoder:
         """
         kernels = self._stack.kernels
         assert kernels is not None
-        plans = [self._plan(expert) for expert in layout.experts]
+        screened = all(expert in self._screens for expert in layout.experts)
+        plans = [self._plan(expert, screened) for expert in layout.experts]
         trunk = self._stack.plan(step, layout)
         embedding = self._ends.embedding
         return kernels.rollout(trunk, plans, embedding, token_ids, before, limits, ends)
 
-    def _plan(self, expert: int) -> EaglePlan:
-        if expert not in self._plans:
+    def _plan(self, expert: int, screened: bool) -> EaglePlan:
+        if (expert, screened) not in self._plans:
             head = self._heads[self._head_of[expert]]
             parts = self._fuse.packed(expert), self._norm.weight[expert], self._norm.eps
-            if self._screens:
-                own = self._screens[self._screen_key(expert)]
+            if screened:
+                own = self._screens[expert]
                 screen = own.basis.packed(0), self._ends.head
                 plan = EaglePlan(*parts, own.head.packed(0), head.vocabulary, screen)
             else:
                 plan = EaglePlan(*parts, head.linear.packed(0), head.vocabulary)
-            self._plans[expert] = plan
-        return self._plans[expert]
+            self._plans[expert, screened] = plan
+        return self._plans[expert, screened]
 
     def _logits(self, hidden: Tensor, experts: Sequence[int]) -> Tensor:
         keys = [self._head_of[expert] for expert in experts]

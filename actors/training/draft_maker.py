@@ -217,7 +217,7 @@ class DraftMaker:
             :_BASIS_BATCHES
         ]
         batches = (make_batch(batch, _CONTEXT) for batch in known)
-        draft.basis = state_basis(self._distiller.served(state), batches)
+        draft.set_basis(state_basis(self._distiller.served(state), batches))
         save_draft(draft, self._settings.out)
         return self._settings.out
 

@@ -79,8 +79,8 @@ class EagleDraft(nn.Module):
         mark: of the target, see :func:`target_mark`.
         basis: ``[R, H]``, orthonormal directions that hold most of the head's inputs, by which a
             product of R instead of H columns tells the few tokens that may be the most probable;
-            R is 0 where they are not known. No part of a version: experts keep that of the draft
-            that they start from.
+            R is 0 where they are not known. No part of a version, and of no use to weights that
+            have learnt on since: see ``fits_basis``.
         ends: the target's embedding and head; no parameters of the draft.
     """
 
@@ -104,6 +104,7 @@ class EagleDraft(nn.Module):
         self.trunk.embed_tokens = None
         self.register_buffer(VOCABULARY, torch.arange(draft_vocabulary, dtype=torch.int32))
         self.register_buffer(BASIS, torch.empty(0, hidden), persistent=False)
+        self._basis_mark: float | None = None  # of the weights that it is of
         # In a tuple: neither parameters nor buffers.
         self._ends: tuple[TargetEnds, ...] = ()
         self._own_head: tuple[Tensor, Tensor] | None = None  # and the vocabulary that it is of
@@ -116,6 +117,18 @@ class EagleDraft(nn.Module):
     @ends.setter
     def ends(self, ends: TargetEnds) -> None:
         self._ends, self._own_head = (ends,), None
+
+    @property
+    def fits_basis(self) -> bool:
+        """Whether there is a basis and the weights are those that it is of."""
+        return len(self.basis) > 0 and self._basis_mark == self._weight_mark()
+
+    def set_basis(self, basis: Tensor) -> None:
+        """Take the basis ``[R, H]`` of the present weights."""
+        self.basis, self._basis_mark = basis, self._weight_mark()
+
+    def _weight_mark(self) -> float:
+        return float(self.fuse.weight.detach().to("cpu", torch.bfloat16).double().sum())
 
     @property
     def device(self) -> torch.device:
@@ -147,7 +160,7 @@ class EagleDraft(nn.Module):
         """Another draft of this shape, for the same target, on the same device."""
         size = len(self.get_buffer(VOCABULARY))
         draft = EagleDraft(self.config, self.mark, size).cast(self.device, self.dtype)
-        draft.ends, draft.basis = self.ends, self.basis
+        draft.ends, draft.basis, draft._basis_mark = self.ends, self.basis, self._basis_mark
         return draft
 
     def get_output_embeddings(self) -> None:
@@ -345,8 +358,9 @@ def read_draft(folder: str | Path) -> EagleDraft:
     draft = EagleDraft(trunk_config(folder), facts["target_mark"], size)
     try:
         state = load_file(folder / "model.safetensors")
-        draft.basis = state.pop(BASIS, draft.basis).float()
+        basis = state.pop(BASIS, draft.basis).float()
         draft.load_state_dict(state)
+        draft.set_basis(basis)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{folder}: {str(error).splitlines()[0]}") from error
     return draft

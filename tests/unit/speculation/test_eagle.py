@@ -232,7 +232,7 @@ def with_basis(target: Path, folder: Path, basis: torch.Tensor, norm: float | No
     torch.nn.init.normal_(draft.fuse.weight, std=0.1)
     if norm is not None:
         torch.nn.init.constant_(draft.trunk.norm.weight, norm)
-    draft.basis = basis
+    draft.set_basis(basis)
     save_draft(draft, folder)
     return folder
 
@@ -261,6 +261,22 @@ def test_a_basis_finds_the_token_of_the_whole_head(target: Path, tmp_path: Path)
     same = [a == b for a, b in zip(none, by_few, strict=True)]
     assert len(same) > 50
     assert sum(same) > 0.6 * len(same)
+
+
+def test_weights_that_have_learnt_on_draft_by_the_whole_head(target: Path, tmp_path: Path) -> None:
+    """Beside a draft with a basis, and by a basis that would find none of its tokens."""
+    useless = torch.zeros(4, 32)
+    folder = with_basis(target, tmp_path / "d", useless)
+    weights = read_draft(with_basis(target, tmp_path / "other", torch.empty(0, 32))).state_dict()
+    learnt = {name: t * 1.5 if name == "fuse.weight" else t for name, t in weights.items()}
+    found = []
+    for basis in (useless, torch.empty(0, 32)):
+        folder = with_basis(target, tmp_path / f"{len(basis)}", basis)
+        engine = eagle_engine(target, {"a": folder, "b": folder}, 64, k=3)
+        engine.updates.put(SwapWeights("a", 1, learnt))
+        own = records_of(engine, asked())
+        found.append([record.draft_token_ids.tolist() for record in own])
+    assert found[0] == found[1]
 
 
 def test_states_that_are_not_finite_draft_nothing_by_a_basis(target: Path, tmp_path: Path) -> None:
@@ -493,7 +509,7 @@ def test_a_step_sees_the_tokens_before_and_its_own_drafts(target: Path, draft: P
 
 def test_a_draft_is_saved_and_made_for_one_target(target: Path, tmp_path: Path) -> None:
     model = new_draft(target)
-    model.basis = torch.eye(8, 32)
+    model.set_basis(torch.eye(8, 32))
     save_draft(model, tmp_path / "draft")
     assert is_eagle(tmp_path / "draft")
     assert not is_eagle(target)
@@ -504,7 +520,13 @@ def test_a_draft_is_saved_and_made_for_one_target(target: Path, tmp_path: Path) 
     assert torch.equal(again.basis, model.basis)
     assert "basis" not in again.state_dict()
     loaded = load_draft(tmp_path / "draft", target, torch.float32, torch.device("cpu"))
-    assert torch.equal(loaded.twin().basis, model.basis)
+    assert loaded.fits_basis
+    twin = loaded.twin()
+    assert not twin.fits_basis  # its weights are random
+    twin.load_state_dict(loaded.state_dict())
+    assert twin.fits_basis
+    twin.fuse.weight.data.mul_(1.01)
+    assert not twin.fits_basis
     tiny_llama(7, vocab=VOCAB).save_pretrained(tmp_path / "other")
     assert target_mark(tmp_path / "other") != target_mark(target)
     with pytest.raises(ModelError, match="made for another target"):
