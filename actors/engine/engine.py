@@ -296,6 +296,7 @@ class Engine:
         accepted, final = sampled.num_accepted.tolist(), sampled.final_tokens.tolist()
         forced = list(proposal.num_forced) or [0] * len(batch)
         suffix = list(proposal.num_suffix) or [0] * len(batch)
+        by_model = proposal.num_by_model
         skipped = self._fail_not_finite(batch, drafted, accepted, non_finite_positions(logits))
         self._record(batch, proposal, sampled, logits, skipped)
         emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
@@ -303,7 +304,7 @@ class Engine:
         sources = token_sources(batch, proposal, sampled, logits, emitted)
         for i, sequence in enumerate(batch):
             if i in skipped:
-                drafted[i] = accepted[i] = forced[i] = suffix[i] = 0
+                drafted[i] = accepted[i] = by_model[i] = 0
                 continue
             own = logprobs[i] if logprobs else []
             counts = (drafted[i], accepted[i], forced[i], suffix[i])
@@ -312,7 +313,6 @@ class Engine:
             StepOutput(s.request_id, s.next_chunk(), self._finish(s), s.take_outcome())
             for s in batch
         ]
-        by_model = [n - f - s for n, f, s in zip(drafted, forced, suffix, strict=True)]
         self.draft_runner.finish_round(batch, drafted, accepted, by_model)
         return outputs
 
