@@ -16,7 +16,7 @@ from paceline.actors.engine.fused import Layer, LayerStack, Norm, Rotary
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error
 from paceline.actors.engine.model_runner import ModelRunner
-from paceline.actors.engine.native.library import EaglePlan
+from paceline.actors.engine.native.library import EaglePlan, PackedWeight
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.experts import ExpertStack, early_ends
 from paceline.actors.speculation.proposer import DraftRow
@@ -47,8 +47,8 @@ class _Screen:
         head: ``[D, R]``, the head of states in that basis.
     """
 
-    basis: StackedLinear
-    head: StackedLinear
+    basis: PackedWeight
+    head: PackedWeight
 
 
 class EagleDecoder:
@@ -124,20 +124,19 @@ class EagleDecoder:
         made: dict[bytes, _Screen] = {}
         screens = {}
         for expert, draft in enumerate(self._drafts):
-            if draft.fits_basis:
+            if draft.has_basis:
                 key = self._head_of[expert] + bytes(draft.basis.float().cpu().numpy())
-                made[key] = self._screen_of.get(key) or made.get(key) or self._screen(draft)
+                made[key] = self._screen_of.get(key) or made.get(key) or self._screen(expert)
                 screens[expert] = made[key]
         self._screen_of = made
         return screens
 
-    def _screen(self, draft: EagleDraft) -> _Screen:
-        basis = draft.basis.to(draft.dtype)
-        head = (draft.head.float() @ basis.float().T).to(draft.dtype)
-        screen = _Screen(*(StackedLinear(part[None], rounds=True) for part in (basis, head)))
-        screen.basis.pack()
-        screen.head.pack()
-        return screen
+    def _screen(self, expert: int) -> _Screen:
+        kernels = self._stack.kernels
+        assert kernels is not None
+        basis = self._drafts[expert].basis
+        head = self._heads[self._head_of[expert]].linear.weight[0] @ basis.T
+        return _Screen(*(kernels.pack_rounded(part) for part in (basis, head)))
 
     def __call__(
         self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int = 1
@@ -207,8 +206,8 @@ class EagleDecoder:
             parts = self._fuse.packed(expert), self._norm.weight[expert], self._norm.eps
             if screened:
                 own = self._screens[expert]
-                screen = own.basis.packed(0), self._ends.head
-                plan = EaglePlan(*parts, own.head.packed(0), head.vocabulary, screen)
+                screen = own.basis, self._ends.head
+                plan = EaglePlan(*parts, own.head, head.vocabulary, screen)
             else:
                 plan = EaglePlan(*parts, head.linear.packed(0), head.vocabulary)
             self._plans[expert, screened] = plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.batches import (
+    Batch,
     make_batch,
     token_counts,
     usable,
@@ -21,6 +22,7 @@ from paceline.actors.training.batches import (
     within,
 )
 from paceline.actors.training.distiller import Distiller, MicroStep
+from paceline.actors.training.eagle import state_basis
 from paceline.actors.training.expert_evaluation import records_per_forward, score_records
 from paceline.actors.training.learning_rate import decreased, increased, outgrown
 from paceline.actors.training.optimizer_state import (
@@ -31,10 +33,12 @@ from paceline.actors.training.optimizer_state import (
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share, make_shares
 from paceline.actors.training.worker_group import DistributedDistiller, WorkerGroup
-from paceline.actors.weights.eagle import grown_vocabulary
+from paceline.actors.weights.eagle import BASIS, EagleDraft, grown_vocabulary
 from paceline.actors.weights.flat_weights import FlatWeights, flatten, unflatten
 
 logger = logging.getLogger(__name__)
+
+_BASIS_RECORDS = 32
 
 
 class Candidate:
@@ -242,6 +246,31 @@ class Candidate:
         self._served_scores = {
             record.request_id: float(score) for record, score in zip(records, scores, strict=True)
         }
+
+    def add_basis(
+        self,
+        state: dict[str, Tensor],
+        records: Sequence[ReplayRecord],
+        before_batch: Callable[[], None],
+    ) -> None:
+        """Find the basis of an EAGLE draft's weights, in place, see ``EagleDraft.basis``.
+
+        Args:
+            state: the weights.
+            records: usable ones.
+            before_batch: called before each forward; may wait for a permit, or raise.
+        """
+        if BASIS not in state:
+            return
+
+        def batches() -> Iterator[Batch]:
+            for record in records[:_BASIS_RECORDS]:
+                before_batch()
+                yield make_batch([record], self._max_length)
+
+        draft = self._distiller.served(state)
+        assert isinstance(draft, EagleDraft)
+        state[BASIS].copy_(state_basis(draft, batches()))
 
     def mark_published(
         self,

@@ -37,7 +37,7 @@ from paceline.actors.training.optimizer_state import (
 from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings
 from paceline.actors.training.shares import Share, make_shares
 from paceline.actors.weights.checkpoint import tied_names
-from paceline.actors.weights.eagle import VOCABULARY, Draft, EagleDraft, published_dtype
+from paceline.actors.weights.eagle import BASIS, VOCABULARY, Draft, EagleDraft, published_dtype
 from paceline.actors.weights.target_ends import SharedEmbedding, share_ends
 
 _STEPS = "steps"
@@ -399,16 +399,22 @@ class Distiller:
         return {name: t for name, t in draft.state_dict().items() if name not in tied}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the candidate's weights by the draft's names, in bfloat16, tied ones once."""
+        """Copies of the candidate's weights by the draft's names, in bfloat16, tied ones once.
+
+        The basis of an EAGLE draft is not known: see ``EagleDraft.basis``.
+        """
         draft = self._engine.module.draft
         with self._mean.in_place(self._trained(draft)) if self._mean else nullcontext():
             merged = self._adapters.merged() if self._adapters else draft.state_dict()
             tied = tied_names(draft)
-            return {
+            found = {
                 name: tensor.detach().to("cpu", published_dtype(tensor), copy=True)
                 for name, tensor in merged.items()
                 if name not in tied
             }
+        if BASIS in found:
+            found[BASIS].zero_()
+        return found
 
     def trains_on(self, record: ReplayRecord) -> bool:
         """Whether a record has what the draft reads."""

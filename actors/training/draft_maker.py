@@ -41,6 +41,7 @@ from paceline.actors.training.settings import DistillerSettings
 from paceline.actors.training.shares import make_shares
 from paceline.actors.training.synthetic.prompts import first_turn, synthetic_prompt, turn_marks
 from paceline.actors.weights.eagle import (
+    BASIS,
     VOCABULARY,
     choose_vocabulary,
     load_draft,
@@ -211,13 +212,13 @@ class DraftMaker:
         self._save()
         assert self._distiller is not None
         state = self._distiller.state_dict()
-        draft = read_draft(self._work / "initial")
-        load_state(draft, state)
         known = micro_batches(self._usable(self._distiller.vocab_size), _MICRO_BATCH, self._rng)[
             :_BASIS_BATCHES
         ]
         batches = (make_batch(batch, _CONTEXT) for batch in known)
-        draft.set_basis(state_basis(self._distiller.served(state), batches))
+        state[BASIS] = state_basis(self._distiller.served(state), batches)
+        draft = read_draft(self._work / "initial")
+        load_state(draft, state)
         save_draft(draft, self._settings.out)
         return self._settings.out
 

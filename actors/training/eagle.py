@@ -26,13 +26,12 @@ from paceline.actors.training.losses import (
     summarize,
 )
 from paceline.actors.training.settings import ObjectiveSettings
-from paceline.actors.weights.eagle import VOCABULARY, EagleDraft
+from paceline.actors.weights.eagle import VOCABULARY, EagleDraft, basis_rank
 
 STEPS = 3
 STEP_DECAY = 0.8  # weight of a step's loss relative to the one before
 _NEVER = -1e4  # logit of tokens outside the vocabulary
 _POSITIONS = 128  # whose logits exist at a time
-MAX_RANK = 128  # of a basis
 _WIDTHS = 512  # see batches.py: few shapes of the head
 
 
@@ -243,9 +242,8 @@ def state_basis(draft: EagleDraft, batches: Iterable[Batch]) -> Tensor:
     for batch in batches:
         states = torch.cat(step_states(draft, batch)).float().cpu()
         moments += states.T @ states
-    rank = min(MAX_RANK, size // 4)
     vectors: Tensor = torch.linalg.eigh(moments).eigenvectors
-    return vectors[:, -rank:].T.contiguous()
+    return vectors[:, -basis_rank(size) :].T.contiguous()
 
 
 def shifted(hidden: Tensor) -> Tensor:

@@ -237,7 +237,7 @@ class TrainingLoop:
         if not self._may_publish(candidate):
             return True
         self._update(state="evaluating")
-        self._evaluate(candidate, held_out, len(train))
+        self._evaluate(candidate, held_out, train)
         return True
 
     def _may_publish(self, candidate: Candidate) -> bool:
@@ -351,7 +351,10 @@ class TrainingLoop:
         )
 
     def _evaluate(
-        self, candidate: Candidate, held_out: Sequence[ReplayRecord], train_records: int
+        self,
+        candidate: Candidate,
+        held_out: Sequence[ReplayRecord],
+        train: Sequence[ReplayRecord],
     ) -> None:
         """Compare the candidate with the served draft; publish or reject it."""
         scores, served, state = candidate.compare(held_out, self._steps.wait_for_permit)
@@ -361,7 +364,7 @@ class TrainingLoop:
         facts: Decision = {
             **decision.facts(),
             **_training_facts(candidate),
-            "train_records": train_records,
+            "train_records": len(train),
         }
         if not decision.publish:
             if math.isfinite(decision.served):
@@ -371,6 +374,7 @@ class TrainingLoop:
         self._steps.wait_for_permit()
         if not self._may_publish(candidate):  # evaluation takes long when permits are rare
             return
+        candidate.add_basis(state, train, self._steps.wait_for_permit)
         flat = flatten(state)
         self._client.release_permit()  # the registry writes a file, and may be slow
         try:
