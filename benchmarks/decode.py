@@ -77,7 +77,7 @@ class Bench:
                 max_num_seqs=max(options.batches),
                 max_model_len=MAX_PROMPT_TOKENS + options.max_tokens + 16,
                 cuda_graphs=not options.no_cuda_graphs,
-                suffix="request",  # as the server, where k is its own choice
+                suffix="request",  # as the server for prompts that are not recorded
             )[0]
 
         self.target = load(target)

@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/exactness.py --target smollm2 --prompts 200 --max-tokens 96
 
-The same prompts run with speculation off, on, and as the engine chooses, suffixes included, one at
-a time and eight at once; with drafts that are swapped for others all the time, and resumed in the
-middle as after the death of a replica. The tokens are compared with those of plain decoding eight
-at once.
+The same prompts run with speculation off, on, and as the engine chooses, for which suffix drafts
+know all the answers by then; one at a time and eight at once; with drafts that are swapped for
+others all the time, and resumed in the middle as after the death of a replica. The tokens are
+compared with those of plain decoding eight at once.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def compare(
 ) -> dict[str, Any]:
     """Differing answers of one dtype."""
     own = {"dtype": dtype, "threads": threads, "max_num_seqs": 8, "max_model_len": 1024}
-    own |= {"suffix": "request"}
+    own |= {"suffix": "topic"}
     engine, tokenizer, facts = load_engine({"general": str(draft)}, target=target, **own)
     texts = [text for topic in TOPICS for text in generate(topic, count // len(TOPICS), seed=5)]
     prompts = [Prompt(f"{i:04d}", "all", chat_ids(tokenizer, t)) for i, t in enumerate(texts)]
@@ -87,6 +87,9 @@ def compare(
         for batch in (8, 1):
             run = served.run(prompts, batch, 0.0, max_tokens)
             found[f"{name}, batch {batch}"] = dict(zip(keys, run.outputs, strict=True))
+        if (store := engine.draft_runner.suffix_store) is not None and name == "off":
+            for prompt, output in zip(prompts, run.outputs, strict=True):
+                store.add(prompt.topic, "", prompt.key, [*prompt.token_ids, *output])
     plain = found["off, batch 8"]
     found["on, batch 8, drafts swapped"] = swapped(engine, draft, prompts, max_tokens)
     found["on, batch 8, resumed"] = resumed(engine, prompts, plain, max_tokens)

@@ -119,11 +119,12 @@ class DraftsConfig(Section):
     ``paths`` gives a topic's expert other initial weights. ``num_speculative_tokens`` auto drafts
     the number of tokens with the highest measured goodput, from 0 to ``max_speculative_tokens``.
 
-    ``suffix`` request also drafts what followed the last tokens earlier in the same request, prompt
-    or answer, where that is expected to pay; it needs no model and works with ``general`` none too.
-    topic also looks in the answers of the topic that a replica has recorded, at most 2^20 tokens in
-    memory, which retention and purges reach: how fast an answer comes then says whether others got
-    a similar one. off does neither. Only ``num_speculative_tokens`` auto has such drafts.
+    ``suffix`` topic also drafts what followed the last tokens earlier in the same request, prompt
+    or answer, or in the answers of the topic that a replica has recorded, where that is expected to
+    pay; it needs no model. At most 2^20 tokens are in memory, retention and purges reach them; how
+    fast an answer comes says whether others got a similar one. request looks in the request alone,
+    and works with ``general`` none too. off does neither. Only ``num_speculative_tokens`` auto has
+    such drafts.
 
     ``placement`` pool makes every expert a deployment; the keys after it are for the pool.
     ``autoscaling`` replaces ``num_replicas``, see ``target``; an expert has no more replicas than
@@ -136,7 +137,7 @@ class DraftsConfig(Section):
     num_speculative_tokens: Literal["auto"] | int = "auto"
     max_speculative_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] = 8
     top_k: Count = 64
-    suffix: SuffixSource = "request"
+    suffix: SuffixSource = "topic"
     placement: DraftPlacement = "colocated"
     round_timeout_ms: Annotated[float, Field(gt=0.0, le=60_000.0)] = 100.0
     draft_ahead: DraftAheadMode = "auto"
