@@ -5,8 +5,9 @@
 A block is a window of a trace at one load; every variant serves it in turn, from a fresh start:
 
     plain    no drafts, no router, no training
-    frozen   the initial drafts behind the router, no training
-    online   the same drafts, trained on this very traffic on the same cores
+    frozen   the initial drafts behind the router, no training, no recorded answers
+    suffix   the same, and suffix drafts from the answers of this very traffic
+    online   the same, and the drafts learn from it, on the same cores
 
 ``online`` starts each block from its state at the end of the one before, the first from that after
 a lesson of the same traffic at a light load. The load is a fraction of the requests per second of
@@ -44,16 +45,18 @@ from paceline.actors.engine.model_loader import load_tokenizer
 from paceline.actors.weights.history import read_all_decisions
 from paceline.deploy.demo.prompts import TOPICS
 
-PLAIN, FROZEN, ONLINE = VARIANTS = ("plain", "frozen", "online")
+PLAIN, FROZEN, SUFFIX, ONLINE = VARIANTS = ("plain", "frozen", "suffix", "online")
+_STORING = (SUFFIX, ONLINE)
 # Keys of the configuration of `paceline serve` that a variant changes.
 KEYS: dict[str, dict[str, Any]] = {
     PLAIN: {"router.enabled": False, "training.enabled": False, "drafts.topics": []},
     FROZEN: {"training.enabled": False},
+    SUFFIX: {"training.enabled": False},
     ONLINE: {"replay.persist": True},  # a block continues with the records of the one before
 }
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 _DECISIONS = ("published", "promoted", "rolled_back")
-_PAIRS = ((FROZEN, PLAIN), (ONLINE, PLAIN), (ONLINE, FROZEN))
+_PAIRS = ((FROZEN, PLAIN), (SUFFIX, PLAIN), (ONLINE, PLAIN), (ONLINE, FROZEN))
 LESSON, _LESSON_LOAD = -1, 0.1  # number of its repeat, fraction of the capacity
 _PLAN = ("loads", "seconds", "repeats", "warm_up", "probe", "drain_s", "lesson")
 _AT_ONCE = 16  # target.max_num_seqs
@@ -77,8 +80,7 @@ class Block:
 def turns(block: Block, traces: Sequence[str], loads: Sequence[float]) -> list[str]:
     """The variants in the order in which they run a block; a lesson is ``online``'s alone.
 
-    Every variant is first, second and third equally often over three repeats of any trace and load,
-    over three traces, and over three loads.
+    Every variant has every place equally often over four repeats of any trace and load.
     """
     if block.repeat == LESSON:
         return [ONLINE]
@@ -87,9 +89,9 @@ def turns(block: Block, traces: Sequence[str], loads: Sequence[float]) -> list[s
 
 
 def body(text: str, max_tokens: int, variant: str) -> dict[str, Any]:
-    """A greedy chat request; only ``online`` stores its record."""
+    """A greedy chat request; what learns from it stores its record."""
     own = {"speculative": {"draft": "off"}} if variant == PLAIN else {}
-    return chat(text, max_tokens, temperature=0, stream=True, store=variant == ONLINE, **own)
+    return chat(text, max_tokens, temperature=0, stream=True, store=variant in _STORING, **own)
 
 
 def planned(
@@ -389,7 +391,7 @@ def answers_that_differ(units: Sequence[Unit]) -> dict[str, dict[str, int]]:
         return unit["trace"], unit["load"], unit["repeat"]
 
     plain = {block_of(u): answers_of(u) for u in units if u["variant"] == PLAIN}
-    found = {v: {"compared": 0, "differ": 0} for v in (FROZEN, ONLINE)}
+    found = {v: {"compared": 0, "differ": 0} for v in VARIANTS[1:]}
     for unit in units:
         if unit["variant"] != PLAIN and block_of(unit) in plain:
             pairs = zip(answers_of(unit), plain[block_of(unit)], strict=True)

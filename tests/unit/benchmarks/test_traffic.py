@@ -126,7 +126,7 @@ def some_prompts(count: int) -> list[Prompt]:
     return [Prompt(str(i), "sql", tuple(range(2 + i)), f"text {i}") for i in range(count)]
 
 
-def test_every_variant_is_sent_the_same_but_plain_drafts_nothing_and_online_alone_learns() -> None:
+def test_every_variant_is_sent_the_same_but_plain_drafts_nothing_and_two_learn() -> None:
     arrivals, own = trace(0.0, 1.0, 2.0), some_prompts(3)
     sent = {v: planned(arrivals, [1, 2, 3], own, v) for v in (PLAIN, ONLINE)}
     texts = {v: [p.body["messages"][0]["content"] for p in own] for v, own in sent.items()}
@@ -135,7 +135,7 @@ def test_every_variant_is_sent_the_same_but_plain_drafts_nothing_and_online_alon
     assert [p.body["max_tokens"] for p in sent[ONLINE]] == [1, 2, 3]
     assert body("x", 4, PLAIN)["speculative"] == {"draft": "off"}
     assert "speculative" not in body("x", 4, ONLINE)
-    assert [body("x", 4, v)["store"] for v in (PLAIN, ONLINE)] == [False, True]
+    assert [body("x", 4, v)["store"] for v in VARIANTS] == [False, False, True, True]
 
 
 def test_every_variant_is_first_as_often_at_every_load() -> None:
@@ -144,12 +144,12 @@ def test_every_variant_is_first_as_often_at_every_load() -> None:
         (trace, load, repeat): turns(Block(trace, load, repeat, 9.0), traces, loads)
         for trace in traces
         for load in loads
-        for repeat in range(3)
+        for repeat in range(4)
     }
     for trace in traces:
         for load in loads:
-            for place in range(3):
-                assert {orders[trace, load, r][place] for r in range(3)} == set(VARIANTS)
+            for place in range(4):
+                assert {orders[trace, load, r][place] for r in range(4)} == set(VARIANTS)
     assert len({orders["code", load, 0][0] for load in loads}) == 3
     assert orders["code", 0.3, 0] != orders["conv", 0.3, 0]
     assert turns(Block("code", 0.1, LESSON, 9.0), traces, loads) == [ONLINE]
@@ -204,7 +204,7 @@ def test_all_variants_have_the_same_prefix_cache_and_their_config_is_in_the_key(
     options = traffic.parse(["--quick", "--target", "small"])
     facts = traffic.config_facts(options)
     assert {own["target"]["prefix_cache"] for own in facts.values()} == {False}
-    assert [own["training"]["enabled"] for own in facts.values()] == [False, False, True]
+    assert [own["training"]["enabled"] for own in facts.values()] == [False, False, False, True]
     options.port, options.dtype = 1, "float32"
     other = traffic.config_facts(options)
     assert other != facts
