@@ -84,8 +84,8 @@ bench-decode bench-memory bench-router bench-idle bench-faults bench-conversatio
 	@$(PY) benchmarks/$*.py $(ARGS)
 
 # Paceline over HTTP against llama.cpp, OpenVINO, vLLM and transformers: all modes of each on the same
-# weights, ARGS="--target FOLDER_OR_GGUF --data FOLDER --experts FOLDER". Their environments (11 GB) are
-# made once in Paceline's cache.
+# weights, ARGS="--target FOLDER_OR_GGUF --data FOLDER". Their environments (11 GB) are made once in
+# Paceline's cache.
 bench-peers: setup
 	@PYTHONPATH=benchmarks $(PY) -m peers $(ARGS)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from harness import Store, digest, machine, rotation, say, show, write
 from harness import arguments as common_arguments
-from prompts import Prompt, measured_prompts
+from prompts import Prompt, interleaved, measured_prompts, training_prompts
 from tqdm import tqdm
 
 from paceline.actors.engine.model_loader import load_tokenizer
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common_arguments(__doc__, "quick", "out")
     parser.add_argument("--data", type=Path, help="folder of rows; default: generated prompts")
     parser.add_argument("--target", default="smollm2", help="as target.path")
-    parser.add_argument("--experts", type=Path, help="a trained state, or a draft per topic")
+    parser.add_argument("--lesson", type=int, help="prompts per topic (200; quick: 64)")
     parser.add_argument("--draft", type=Path, help="draft model for the peers, as a folder")
     parser.add_argument("--peers", nargs="+", help="those whose names have one of these words")
     parser.add_argument("--in-flight", type=int, nargs="+")
@@ -142,7 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = (out / "work").absolute()
     work.mkdir(parents=True, exist_ok=True)
     slots = max(cell.in_flight for cell in cells)
-    setup = Setup(target, options.threads, slots, _CONTEXT, options.experts, options.draft, work)
+    lesson = options.lesson or (64 if options.quick else 200)
+    pools = [training_prompts(options.data, topic, tokenizer, lesson) for topic in TOPICS]
+    taught = [prompt.token_ids for prompt in interleaved(pools)]
+    setup = Setup(target, options.threads, slots, _CONTEXT, options.draft, work, taught)
     store = Store(out / "units")
     shared = {
         "target": target.name,
@@ -150,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "slots": slots,
         "tokens": tokens,
         "peers": [peer.name for peer in peers],
-        "experts": None if options.experts is None else str(options.experts),
+        "lesson": lesson,
         "draft": None if options.draft is None else str(options.draft),
     }
     before, fleet = machine(), Fleet(peers, setup)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from peers.weights import bf16_gguf, checkpoint, openvino_ir, own_gguf
 HOSTS = Path(__file__).parent / "hosts"
 MODEL_NAME = "paceline"  # what requests name
 PLAIN, ALONE = "Paceline, no drafts", "Paceline's engine alone, no drafts"
-DAY0, LEARNT, AUTO = "Paceline, day-0 draft", "Paceline, learnt drafts", "Paceline, defaults"
+DAY0, AUTO = "Paceline, day-0 draft", "Paceline, defaults"
+LEARNT, SUFFIX = "Paceline, defaults after a lesson", "Paceline, suffixes of the request alone"
 LLAMA_BF16 = "llama.cpp, bf16"
 
 
@@ -38,18 +39,18 @@ class Setup:
         threads: of each.
         slots: requests at once at most.
         context: tokens of a request at most.
-        experts: folder of a trained state, or of a draft per topic; None if there is none.
         draft: folder of a draft model for the peers; None if there is none.
         work: folder of configurations, states and logs of this run.
+        lesson: prompts as token ids, see ``Peer.learns``.
     """
 
     target: Path
     threads: int
     slots: int
     context: int
-    experts: Path | None
     draft: Path | None
     work: Path
+    lesson: Sequence[Sequence[int]] = ()
 
 
 Command = Callable[[Setup, int], list[str]]
@@ -70,6 +71,7 @@ class Peer:
         variables: of its process.
         over_http: False is driven through its standard input.
         ours: whether it is Paceline.
+        learns: whether it serves the lesson before it is measured.
     """
 
     name: str
@@ -82,6 +84,10 @@ class Peer:
     variables: Mapping[str, str] = field(default_factory=dict)
     over_http: bool = True
     ours: bool = False
+    learns: bool = False
+
+
+_NO_DRAFTS = {"general": "none", "suffix": "off"}
 
 
 def _paceline(name: str, threads: int | None = None, **sections: Any) -> Command:
@@ -94,23 +100,8 @@ def _paceline(name: str, threads: int | None = None, **sections: Any) -> Command
     return command
 
 
-def _learnt(setup: Setup, port: int) -> list[str]:
-    if setup.experts is None:
-        raise PeerError("no trained state was given: --experts FOLDER")
-    sections: dict[str, Any] = {"training": {"enabled": False}}
-    paths = {each.parent.name: str(each.parent) for each in setup.experts.glob("*/config.json")}
-    if paths:
-        sections["drafts"] = {"paths": paths, "topics": sorted(paths)}
-    else:
-        state = setup.work / "learnt-state"  # a server writes into its own
-        shutil.rmtree(state, ignore_errors=True)
-        shutil.copytree(setup.experts, state)
-        sections["state_dir"] = str(state)
-    return _paceline("learnt", **sections)(setup, port)
-
-
 def _alone(setup: Setup, port: int) -> list[str]:
-    sections = {"drafts": {"general": "none"}}
+    sections = {"drafts": _NO_DRAFTS}
     file = _configuration(setup, "alone", port, setup.threads, sections)
     return [sys.executable, str(HOSTS / "engine_alone.py"), str(file)]
 
@@ -215,11 +206,12 @@ _VLLM: dict[str, Any] = {
 _NO_TRAINING = {"training": {"enabled": False}}
 
 PEERS: tuple[Peer, ...] = (
-    Peer(PLAIN, _paceline("plain", drafts={"general": "none"}), main=True, **_OURS),
-    Peer(DAY0, _paceline("day0", **_NO_TRAINING), main=True, **_OURS),
-    Peer(LEARNT, _learnt, main=True, **_OURS),
+    Peer(PLAIN, _paceline("plain", drafts=_NO_DRAFTS), main=True, **_OURS),
+    Peer(DAY0, _paceline("day0", drafts={"suffix": "request"}, **_NO_TRAINING), main=True, **_OURS),
+    Peer(SUFFIX, _paceline("suffix", drafts={"general": "none", "suffix": "request"}), **_OURS),
     Peer(AUTO, _paceline("auto"), main=True, **_OURS),
-    Peer(f"{PLAIN}, 1 thread", _paceline("single", 1, drafts={"general": "none"}), most=1, **_OURS),
+    Peer(LEARNT, _paceline("learnt"), main=True, learns=True, **_OURS),
+    Peer(f"{PLAIN}, 1 thread", _paceline("single", 1, drafts=_NO_DRAFTS), most=1, **_OURS),
     Peer(ALONE, _alone, main=True, ours=True, over_http=False, variables=_ALONE),
     Peer(LLAMA_BF16, _llama(bf16_gguf), same_weights=True, main=True, **_LLAMA),
     Peer(f"{LLAMA_BF16}, 1 thread", _llama(bf16_gguf, threads=1), most=1, **_LLAMA),

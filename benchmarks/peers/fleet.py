@@ -29,6 +29,8 @@ from peers.load import Reply, Work
 _START_S = 420.0
 _STOP_S = 60.0
 _IDLE_S = 2.0
+_LESSON_PART, _LESSON_TOKENS, _LESSON_AT_ONCE = 32, 96, 4
+_REST_S = 0.75  # after a part of the lesson, per prompt
 _SETTLE_S = 0.5  # of what Ray's processes have missed
 _UNKNOWN_MIB = 3500.0  # of a server that was never started
 _RESERVE_MIB = 2500.0  # of the machine's memory: Ray kills at 95 %
@@ -106,6 +108,8 @@ class Server:
         try:
             self._wait(began + _START_S)
             self.warm_up()
+            if self.peer.learns:
+                self._learn()
             first, self.facts.start_s = self.facts.start_s == 0.0, time.monotonic() - began
             if first:
                 used = _seconds(self.tree())
@@ -161,6 +165,15 @@ class Server:
             PeerError: see run.
         """
         self.run(Work([[1, 2, 3, 4, 5, 6, 7, 8]], 8, 0.0, 1))
+
+    def _learn(self) -> None:
+        """Answer the lesson, with pauses in which drafts learn."""
+        prompts = self._setup.lesson
+        say(f"  {self.peer.name}: {len(prompts)} prompts to learn from")
+        for at in range(0, len(prompts), _LESSON_PART):
+            part = prompts[at : at + _LESSON_PART]
+            self.run(Work(part, _LESSON_TOKENS, 0.0, _LESSON_AT_ONCE))
+            time.sleep(_REST_S * len(part))
 
     def run(self, work: Work) -> list[Reply]:
         """Replies to a block.
