@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.actors.engine.logits_processors import LogitsProcessors, make_logits_processors
 from paceline.actors.engine.request import SamplingParams, TokenLogprob
+from paceline.actors.engine.top_tokens import top_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class SamplingBatch:
 
 
 _NO_LIMIT = 1 << 40
+_LIKELY = 256  # tokens that are nearly always all that a filter keeps
 
 
 def _signed(seed: int) -> int:
@@ -114,7 +116,8 @@ def keep_mask(sorted_probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor)
     min_p is relative to the first probability, so it needs none.
 
     Args:
-        sorted_probs: float32 ``[..., V]``, descending along the last axis.
+        sorted_probs: float32 ``[..., V]``, descending along the last axis: a distribution, or its
+            first entries if none behind them is kept.
         top_p: float32 ``[...]``.
         top_k: int64 ``[...]``.
         min_p: float32 ``[...]``.
@@ -127,7 +130,8 @@ def keep_mask(sorted_probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor)
     kept = sorted_probs * within_k
     # Not sum(): its order of additions depends on the number of rows and threads.
     sums = kept.cumsum(-1)
-    before = (sums - kept) / sums[..., -1:]
+    total = torch.where(top_k.unsqueeze(-1) > len(ranks), 1.0, sums[..., -1:])
+    before = (sums - kept) / total
     # top_p = 1 keeps everything, however the cumulative sum rounds.
     within_p = (before < top_p.unsqueeze(-1)) | (top_p.unsqueeze(-1) >= 1.0)
     within_p[..., 0] = True
@@ -148,20 +152,33 @@ def processed_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
     probs = torch.softmax(logits.float() / batch.temperature[:, None, None], dim=-1)
     if not batch.any_filter:
         return probs
-    steps = logits.shape[1]
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    keep = keep_mask(
-        ordered,
-        batch.top_p[:, None].expand(-1, steps),
-        batch.top_k[:, None].expand(-1, steps),
-        batch.min_p[:, None].expand(-1, steps),
-    )
-    filtered = torch.zeros_like(probs).scatter_(-1, order, ordered * keep)
-    filtered = filtered / filtered.cumsum(-1)[..., -1:]
     # A row without a filter keeps its bits in every batch.
     free = (batch.top_p >= 1.0) & (batch.top_k >= probs.shape[-1]) & (batch.min_p <= 0.0)
-    whole = free | batch.greedy
-    return torch.where(whole[:, None, None], probs, filtered)
+    cut = ~(free | batch.greedy)[:, None].expand(logits.shape[:2])
+    given = probs[cut]
+    rows, _ = cut.nonzero(as_tuple=True)
+    probs[cut] = _filter(given, batch.top_p[rows], batch.top_k[rows], batch.min_p[rows])
+    return probs
+
+
+def _filter(probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+    """Keep and renormalise what :func:`keep_mask` keeps of distributions ``[N, V]``.
+
+    Nearly always that lies in the first few entries, and sorting all takes as long as a forward.
+    """
+    vocab = probs.shape[-1]
+    ordered, order, _ = top_logits(probs, _LIKELY)
+    kept = ordered * keep_mask(ordered, top_p, top_k, min_p)
+    filtered = torch.zeros_like(probs).scatter_(-1, order, kept / kept.cumsum(-1)[..., -1:])
+    likely = ordered.shape[-1]
+    wide = (top_k > likely) & ((kept[..., -1] > 0) | (top_k < vocab)) & (likely < vocab)
+    if bool(wide.any()):
+        own = top_p[wide], top_k[wide], min_p[wide]
+        ordered, order = probs[wide].sort(dim=-1, descending=True, stable=True)
+        kept = ordered * keep_mask(ordered, *own)
+        all_kept = kept / kept.cumsum(-1)[..., -1:]
+        filtered[wide] = torch.zeros_like(ordered).scatter_(-1, order, all_kept)
+    return filtered
 
 
 def draw(weights: Tensor, generator: torch.Generator) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.generation.logits_process import (
@@ -45,6 +47,31 @@ def test_equals_transformers(temperature: float, top_p: float, top_k: int, min_p
     torch.testing.assert_close(
         processed_probs(logits, make_sampling_batch([params] * 4, "cpu")), expected
     )
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_p": 0.9}, {"top_k": 300}, {"top_k": 256, "top_p": 0.99}, {"top_k": 5}, {"min_p": 0.05}],
+)
+def test_wide_and_narrow_distributions_are_filtered_alike(filters: dict[str, Any]) -> None:
+    """Of 1,000 tokens; some rows keep a handful of them, others nearly all."""
+    generator = torch.Generator().manual_seed(3)
+    spread = torch.tensor([0.0, 0.3, 1.0, 3.0, 30.0])[:, None, None]
+    logits = (torch.randn(5, 2, 1000, generator=generator) * spread * 16).round() / 16  # with ties
+    params = SamplingParams(1, **filters)
+    probs = processed_probs(logits, make_sampling_batch([params] * 5, "cpu"))
+    whole = torch.softmax(logits, -1)
+    ordered, order = whole.double().sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(1000)
+    kept = ordered * (ranks < (params.top_k or 1000))
+    total = kept.sum(-1, keepdim=True)
+    kept *= (kept.cumsum(-1) - kept < params.top_p * total) | (params.top_p == 1.0)
+    kept *= ordered >= params.min_p * ordered[..., :1]
+    expected = torch.zeros_like(kept).scatter_(-1, order, kept / kept.sum(-1, keepdim=True))
+    torch.testing.assert_close(probs, expected.float(), rtol=1e-4, atol=1e-7)
+    for i, row in enumerate(logits):
+        alone = processed_probs(row[None], make_sampling_batch([params], "cpu"))[0]
+        assert torch.equal(alone, probs[i])
 
 
 def test_rows_keep_their_own_parameters() -> None:
