@@ -276,6 +276,7 @@ class GenerationChunk:
         num_cut_tokens: of the last chunk, tokens cut together with a stop string.
         rounds: (drafted, accepted) per speculative round since the chunk before; kept in every
             chunk since the replica may die before the last one.
+        suffix_rounds: the same of suffixes.
         replica_id: if ``finish_reason`` is one of `FAILED`.
         token_sources: per token id; None if not requested.
         prompt_logprobs: per prompt token but the first, in the first chunk that is not empty; None
@@ -290,6 +291,7 @@ class GenerationChunk:
     logprobs: tuple[TokenLogprob, ...] | None = None
     num_cut_tokens: int = 0
     rounds: tuple[tuple[int, int], ...] = ()
+    suffix_rounds: tuple[tuple[int, int], ...] = ()
     replica_id: str = ""
     token_sources: tuple[TokenSource, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
@@ -313,6 +315,7 @@ def merge_chunks(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
         token_ids=tuple(token for chunk in filled for token in chunk.token_ids),
         logprobs=logprobs,
         rounds=tuple(each for chunk in chunks for each in chunk.rounds),
+        suffix_rounds=tuple(each for chunk in chunks for each in chunk.suffix_rounds),
         token_sources=token_sources,
         prompt_logprobs=next(of_prompt, None),
     )

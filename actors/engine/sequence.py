@@ -92,6 +92,7 @@ class Sequence:
     _logprobs: list[TokenLogprob] = field(default_factory=list)
     _token_sources: list[TokenSource] = field(default_factory=list)
     _unsent_rounds: list[tuple[int, int]] = field(default_factory=list)
+    _unsent_suffix_rounds: list[tuple[int, int]] = field(default_factory=list)
     _versions: set[int] = field(default_factory=set)
     request_id: str = field(init=False)
     _num_prompt: int = field(init=False)
@@ -183,6 +184,7 @@ class Sequence:
         if suffix:
             ended = min(suffix, count) if count <= accepted else suffix
             self.last_suffix = ended, min(accepted, ended)
+            self._unsent_suffix_rounds.append(self.last_suffix)
             self.num_suffix_tokens += ended
             self.num_accepted_suffix_tokens += self.last_suffix[1]
         self._update_stats(drafted - forced - suffix, accepted, count)
@@ -245,11 +247,13 @@ class Sequence:
         start, self._sent = self._sent, max(end, self._sent)
         first = self._num_prompt
         filled = last or bool(text) or self._sent > start  # empty chunks are not sent
-        rounds = tuple(self._unsent_rounds) if filled else ()
-        del self._unsent_rounds[: len(rounds)]
-        prompt_logprobs = self._prompt_logprobs if filled else None
+        rounds: tuple[tuple[int, int], ...] = ()
+        suffix_rounds, prompt_logprobs = rounds, None
         if filled:
-            self._prompt_logprobs = None
+            rounds, suffix_rounds = tuple(self._unsent_rounds), tuple(self._unsent_suffix_rounds)
+            self._unsent_rounds.clear()
+            self._unsent_suffix_rounds.clear()
+            prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         return GenerationChunk(
             text=text,
             token_ids=tuple(self.tokens[first + start : first + self._sent]),
@@ -261,6 +265,7 @@ class Sequence:
             else self._with_offsets(self._logprobs, start, self._sent),
             num_cut_tokens=self.num_output - self._sent if last else 0,
             rounds=rounds,
+            suffix_rounds=suffix_rounds,
             token_sources=self._with_offsets(self._token_sources, start, self._sent)
             if self.request.token_sources
             else None,

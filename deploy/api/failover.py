@@ -27,6 +27,7 @@ from paceline.actors.engine.request import (
 from paceline.deploy.errors import ApiError, internal, overloaded
 
 _MAX_ATTEMPTS = 100
+_Rounds = list[tuple[int, int]]  # (drafted, accepted) of each
 
 
 class Failure(Enum):
@@ -118,9 +119,9 @@ class ResumableRequest:
         self._sent_chars = 0
         self._cached: int | None = None
         self._has_prompt_logprobs = False
-        # (drafted, accepted) of each speculative round, of failed attempts and of the present one
-        self._past_rounds: list[tuple[int, int]] = []
-        self._rounds: list[tuple[int, int]] = []
+        # Of drafts and of suffixes, in failed attempts and in the present one.
+        self._past_rounds: tuple[_Rounds, _Rounds] = [], []
+        self._rounds: tuple[_Rounds, _Rounds] = [], []
         self._responded = False  # whether the present attempt has given a chunk
         self._attempt = self._gone = self._broken = self._unanswered = 0
         self._faults = self._tokens_at_fault = 0
@@ -163,7 +164,8 @@ class ResumableRequest:
         self._chunk_at, self._responded, self._unanswered = now, True, 0
         if chunk.finish_reason == FINISH_ABORT:
             return Failure.BROKEN
-        self._rounds.extend(chunk.rounds)
+        for own, new in zip(self._rounds, (chunk.rounds, chunk.suffix_rounds), strict=True):
+            own.extend(new)
         last = chunk.finish_reason is not None
         if not (last or chunk.token_ids or chunk.text):
             return None
@@ -174,8 +176,8 @@ class ResumableRequest:
             self._cached = chunk.num_cached_tokens
         self.finished = last
         stats = chunk.speculative
-        if stats is not None and self._past_rounds:
-            stats = add_rounds(stats, self._past_rounds)
+        if stats is not None:
+            stats = add_rounds(stats, *self._past_rounds)
         return replace(chunk, speculative=stats, num_cached_tokens=self._cached)
 
     def _failure_of(self, chunk: GenerationChunk) -> Failure:
@@ -234,8 +236,9 @@ class ResumableRequest:
         backoff_s = self._backoff_s(failure)
         self._attempt += 1
         self._responded = False
-        self._past_rounds.extend(self._rounds)
-        self._rounds.clear()
+        for past, own in zip(self._past_rounds, self._rounds, strict=True):
+            past.extend(own)
+            own.clear()
         if self._broken > self._policy.max_broken:
             raise internal("The target gave up on this request.")
         if self._gone > self._policy.max_gone or self._faults > self._policy.max_faults:
@@ -263,9 +266,13 @@ class ResumableRequest:
         return min(doubled * spread, self._policy.max_backoff_s)
 
 
-def add_rounds(stats: SpeculativeStats, rounds: Sequence[tuple[int, int]]) -> SpeculativeStats:
+def add_rounds(
+    stats: SpeculativeStats,
+    rounds: Sequence[tuple[int, int]],
+    suffix_rounds: Sequence[tuple[int, int]],
+) -> SpeculativeStats:
     """The last attempt's statistics plus the rounds (drafted, accepted) of earlier ones."""
-    longest = max(drafted for drafted, _ in rounds)
+    longest = max((drafted for drafted, _ in rounds), default=-1)
     histogram = [*stats.acceptance_histogram]
     histogram.extend([0] * (longest + 1 - len(histogram)))
     for _, accepted in rounds:
@@ -277,4 +284,7 @@ def add_rounds(stats: SpeculativeStats, rounds: Sequence[tuple[int, int]]) -> Sp
         num_accepted_draft_tokens=stats.num_accepted_draft_tokens
         + sum(accepted for _, accepted in rounds),
         acceptance_histogram=tuple(histogram),
+        num_suffix_tokens=stats.num_suffix_tokens + sum(drafted for drafted, _ in suffix_rounds),
+        num_accepted_suffix_tokens=stats.num_accepted_suffix_tokens
+        + sum(accepted for _, accepted in suffix_rounds),
     )

@@ -270,6 +270,8 @@ def speculative_metrics(parts: Sequence[tuple[SpeculativeStats, str]]) -> Metric
             num_spec_steps=steps,
             num_accepted_draft_tokens=accepted,
             num_draft_tokens=drafted,
+            num_suffix_tokens=sum(part.num_suffix_tokens for part in stats),
+            num_accepted_suffix_tokens=sum(part.num_accepted_suffix_tokens for part in stats),
             draft=_one({part.draft for part in stats}),
             weight_version=versions.pop() if len(versions) == 1 else None,
             topic=_one({topic for _, topic in parts}),

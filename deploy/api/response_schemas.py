@@ -32,7 +32,10 @@ class Usage(_ResponseModel):
 
 
 class SpeculativeMetrics(_ResponseModel):
-    """vLLM's speculation metrics, with draft, weight version and topic."""
+    """vLLM's speculation metrics, with draft, weight version and topic.
+
+    Suffixes' tokens are in the two ``suffix`` fields alone.
+    """
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -40,6 +43,8 @@ class SpeculativeMetrics(_ResponseModel):
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
+    num_suffix_tokens: int
+    num_accepted_suffix_tokens: int
     draft: str
     weight_version: int | None
     topic: str

@@ -90,6 +90,7 @@ class Pane {
         rows.push(["acceptance rate", `${own.num_accepted_draft_tokens} of ${own.num_draft_tokens}, ${percent(own.draft_acceptance_rate)}`]);
         rows.push(["mean acceptance length", figure(own.mean_acceptance_length)]);
       }
+      if (own.num_suffix_tokens) rows.push(["accepted of suffixes", `${own.num_accepted_suffix_tokens} of ${own.num_suffix_tokens}`]);
     }
     return rows;
   }

@@ -87,6 +87,20 @@ def test_plain_decoding_reports_no_drafted_tokens(client: openai.OpenAI) -> None
     assert (figures["num_draft_tokens"], figures["draft_acceptance_rate"]) == (0, 0.0)
 
 
+def test_a_text_that_repeats_itself_is_drafted_by_suffixes(client: openai.OpenAI) -> None:
+    """They count in their own figures, whatever drafts there are beside them."""
+    answer = client.completions.create(
+        model="paceline",
+        prompt="one two three " * 40,
+        max_tokens=400,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    figures = answer.metrics["speculative_decoding"]
+    assert 0 < figures["num_accepted_suffix_tokens"] <= figures["num_suffix_tokens"]
+    assert sum(figures["acceptance_histogram"]) == figures["num_spec_steps"]
+
+
 def test_a_chat_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
     whole = greedy_chat(client)
     stream = client.chat.completions.create(

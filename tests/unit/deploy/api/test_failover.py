@@ -25,11 +25,6 @@ BEAT = GenerationChunk("", ())
 ANSWER = [(token, text) for token, text in enumerate(["Sel", "", "ect", " é", "", "漢", " x", "."])]
 
 
-def stats(steps: int, histogram: tuple[int, ...] = ()) -> SpeculativeStats:
-    accepted = sum(i * count for i, count in enumerate(histogram))
-    return SpeculativeStats("sql", 4, steps, 4 * steps, accepted, histogram)
-
-
 @dataclass
 class Replica:
     """What a target does with a request: goes on from its output, gives text that is not sent."""
@@ -51,9 +46,16 @@ class Replica:
             text="".join(text for _, text in part),
             token_ids=tuple(token for token, _ in part),
             finish_reason="stop" if last else None,
-            speculative=stats(self.steps, (0, self.steps)) if last else None,
+            speculative=self.stats() if last else None,
             rounds=((4, 1),),
+            suffix_rounds=((3, 2), (1, 0)),
             num_cached_tokens=len(self.request.output_token_ids) + 2,
+        )
+
+    def stats(self) -> SpeculativeStats:
+        steps = self.steps
+        return SpeculativeStats(
+            "sql", 4, steps, 4 * steps, steps, (0, steps), 0, 4 * steps, 2 * steps
         )
 
 
@@ -101,6 +103,8 @@ def test_the_client_sees_the_undisturbed_text_whatever_fails(
     assert whole.speculative.num_draft_tokens == 4 * rounds
     assert whole.speculative.num_accepted_draft_tokens == rounds
     assert whole.speculative.acceptance_histogram[:2] == (0, rounds)
+    own = whole.speculative.num_suffix_tokens, whole.speculative.num_accepted_suffix_tokens
+    assert own == (4 * rounds, 2 * rounds)
     assert {piece.num_cached_tokens for piece in seen} == {2}
 
 
@@ -242,5 +246,5 @@ def test_signs_of_life_let_a_request_wait_in_a_queue_for_ever() -> None:
 
 
 def test_added_sums_and_keeps_the_last_ones_names() -> None:
-    both = add_rounds(SpeculativeStats("sql", 5, 1, 2, 1, (0, 1)), [(4, 3), (2, 0)])
-    assert both == SpeculativeStats("sql", 5, 3, 8, 4, (1, 1, 0, 1, 0))
+    both = add_rounds(SpeculativeStats("sql", 5, 1, 2, 1, (0, 1)), [(4, 3), (2, 0)], [(3, 1)])
+    assert both == SpeculativeStats("sql", 5, 3, 8, 4, (1, 1, 0, 1, 0), 0, 3, 1)

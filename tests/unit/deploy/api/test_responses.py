@@ -39,7 +39,7 @@ from paceline.deploy.api.streaming import (
 from paceline.deploy.api.token_names import TokenNames
 from paceline.deploy.errors import ApiError, internal
 
-STATS = SpeculativeStats("sql", 3, 4, 16, 6, (1, 1, 1, 1, 0))
+STATS = SpeculativeStats("sql", 3, 4, 16, 6, (1, 1, 1, 1, 0), 0, 5, 4)
 NAMES = TokenNames(tiny_tokenizer())
 ANSWER = ResponseContext(
     "id-1", 1700000000, "paceline", False, False, topics=["sql"], prompts=[[5] * 5], names=NAMES
@@ -65,6 +65,8 @@ def test_a_whole_completion_has_openai_s_fields() -> None:
         "num_spec_steps": 4,
         "num_accepted_draft_tokens": 6,
         "num_draft_tokens": 16,
+        "num_suffix_tokens": 5,
+        "num_accepted_suffix_tokens": 4,
         "draft": "sql",
         "weight_version": 3,
         "topic": "sql",
@@ -79,13 +81,14 @@ def test_a_whole_chat_answer_carries_token_ids_when_asked() -> None:
 
 
 def test_figures_of_several_choices_add_up() -> None:
-    other = SpeculativeStats("math", 1, 2, 4, 2, (1, 0, 1))
+    other = SpeculativeStats("math", 1, 2, 4, 2, (1, 0, 1), 0, 3, 1)
     both = speculative_metrics([(STATS, "sql"), (other, "math")])
     assert both is not None
     figures = both.speculative_decoding
     assert figures.acceptance_histogram == [2, 1, 2, 1, 0]
     assert figures.draft_acceptance_rate == 8 / 20
     assert figures.mean_acceptance_length == 1 + 8 / 6
+    assert (figures.num_suffix_tokens, figures.num_accepted_suffix_tokens) == (8, 5)
     assert (figures.draft, figures.topic, figures.weight_version) == ("mixed", "mixed", None)
 
 
