@@ -103,7 +103,7 @@ class Recorder:
             log: distributions of all rows of the batch, several rounds of them.
             at: this request's emitted positions in it, ``num_accepted + 1``.
             drafts: drafted tokens.
-            draft_probs: q of every drafted token.
+            draft_probs: of every drafted token, see Proposal.token_probs.
             num_accepted: number of accepted ones.
             behind: the positions that follow the drafted tokens from the first rejected one on;
                 None or empty records no branch.

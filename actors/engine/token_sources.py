@@ -127,7 +127,6 @@ def _acceptance_probabilities(
     tokens = proposal.token_ids[at]
     p_draft = sampled.probs[at, :drafted].gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     inside = torch.arange(drafted, device=at.device) < proposal.num_drafted[at, None]
-    q_draft = proposal.token_probs[at]
-    q_draft = torch.where(inside, q_draft, torch.ones_like(q_draft))
+    q_draft = proposal.draft_probs[at].masked_fill(~inside, 1.0)
     found: list[list[float]] = acceptance_probability(p_draft.double(), q_draft.double()).tolist()
     return found

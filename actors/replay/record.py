@@ -129,7 +129,7 @@ class ReplayRecord:
         target_tail_mass: float32 ``[N]``, 1 - sum(exp(top)).
         draft_token_ids: int32 ``[N]``, the proposed token, -1 if none.
         accepted: int8 ``[N]``, 1 accepted, 0 rejected, -1 not drafted.
-        draft_logprobs: float16 ``[N]``, log q of the drafted token, nan if none.
+        draft_logprobs: float16 ``[N]``, of the drafted token by its draft at T = 1, nan if none.
         processed_top_probs: float16 ``[N, K]``, p after temperature, top_k and top_p at
             ``target_top_ids``; None for a greedy request, and for a constrained one, which samples
             from what its grammar leaves.

@@ -178,10 +178,8 @@ class SpeculationController:
                 if not tried:
                     continue
                 group = group_of(sequence)
-                # A sampled token's probability says nothing of its acceptance.
-                sure = () if group.sampled else probs[i][:tried]
                 taken = min(accepted[i], tried)
-                self._policy.observe_acceptance(group, limits[i], tried, taken, sure)
+                self._policy.observe_acceptance(group, limits[i], tried, taken, probs[i][:tried])
             active = [s.draft for s, tried in zip(batch, by_model, strict=True) if tried]
             self._undrafted = 0 if any(drafted) else self._undrafted + 1
             fixed = all(s.num_speculative_tokens == 0 for s in batch)

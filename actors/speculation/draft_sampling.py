@@ -16,7 +16,7 @@ from paceline.actors.speculation.proposer import DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal
 
 
-def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tensor, Tensor]:
+def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The truncated distribution that a draft samples from.
 
     Args:
@@ -25,17 +25,17 @@ def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tens
         size: S, most tokens of the distribution.
 
     Returns:
-        ids int64 ``[B, S]`` in descending order of probability, and probabilities float32
-        ``[B, S]`` that sum to 1. A greedy row, which takes the first token, has its T = 1
-        distribution without filters.
+        ids int64 ``[B, S]`` in descending order of probability, probabilities float32 ``[B, S]``
+        that sum to 1, and those of the same tokens at T = 1 without truncation. A greedy row takes
+        the first token, whatever its probability.
     """
-    top, ids, _ = top_logits(logits, size)
-    probs = torch.softmax(top / batch.temperature[:, None], dim=-1)
+    top, ids, total = top_logits(logits, size)
+    probs = torch.softmax((top - top[:, :1]) / batch.temperature[:, None], dim=-1)
     if batch.any_filter:
         kept = keep_mask(probs, batch.top_p, batch.top_k, batch.min_p)
         probs = probs * (kept | batch.greedy[:, None])
         probs = probs / probs.sum(-1, keepdim=True)
-    return ids, probs
+    return ids, probs, (top - total[:, None]).exp()
 
 
 def pick_tokens(
@@ -64,10 +64,10 @@ def pick_tokens(
     return columns
 
 
-def takes_likeliest(batch: SamplingBatch, rows: Sequence[DraftRow]) -> bool:
+def takes_likeliest(batch: SamplingBatch, rows: Sequence[DraftRow], support: int) -> bool:
     """Whether every row drafts the most probable token of its unprocessed logits."""
     unprocessed = batch.logits_processors is None and all(row.grammar is None for row in rows)
-    return batch.all_greedy and unprocessed
+    return unprocessed and (batch.all_greedy or support == 1)
 
 
 def draw_drafts(
@@ -97,15 +97,16 @@ def draw_drafts(
     tokens: Tensor | None = None
     drafted: list[tuple[Tensor, ...]] = []
     for step in range(steps):
-        ids, probs = draft_support(processors.apply(forward(tokens)[:, -1]), batch, support)
+        logits = processors.apply(forward(tokens)[:, -1])
+        ids, probs, sure = draft_support(logits, batch, support)
         column = pick_tokens(ids, probs, batch, outputs + step, generator)[:, None]
         tokens = ids.gather(1, column)
         processors.append(tokens[:, 0])
-        drafted.append((tokens[:, 0], probs.gather(1, column)[:, 0], ids, probs))
-    ids, probs, support_ids, support_probs = (
+        drafted.append((tokens[:, 0], sure.gather(1, column)[:, 0], ids, probs))
+    ids, sure, support_ids, support_probs = (
         torch.stack(parts, dim=1) for parts in zip(*drafted, strict=True)
     )
     counts = [
         min(row.num_draft_tokens, processors.ended.get(i, steps)) for i, row in enumerate(rows)
     ]
-    return Proposal(ids, device_tensor(counts, device), probs, support_ids, support_probs)
+    return Proposal(ids, device_tensor(counts, device), sure, support_ids, support_probs)

@@ -20,8 +20,9 @@ from paceline.actors.engine.native.library import EaglePlan, PackedWeight
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.experts import ExpertStack, early_ends
 from paceline.actors.speculation.proposer import DraftRow
+from paceline.actors.speculation.rejection_sampler import Proposal
 from paceline.actors.weights.codes import codes_of
-from paceline.actors.weights.eagle import VOCABULARY, EagleDraft
+from paceline.actors.weights.eagle import SUPPORT, VOCABULARY, EagleDraft
 
 # The target's hidden states ``[B, T, H]`` of rows at int64 ``[B, T]`` positions, zeros at -1.
 HiddenReader = Callable[[Sequence[DraftRow], Tensor], Tensor]
@@ -369,9 +370,18 @@ class EagleStack(ExpertStack):
         width = max(1, *lags)
         return self._inputs(rows, [len(row.tokens) - width for row in rows], width)
 
-    def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor, Tensor]:
+    def propose(
+        self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
+    ) -> Proposal:
+        """See ExpertStack; the most probable tokens, also for sampled rows.
+
+        They are accepted about as often as drawn ones, and all steps of a round are one call.
+        """
+        return super().propose(rows, min(support, SUPPORT), generator)
+
+    def _draft_most_probable(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor, Tensor]:
         if not self._eagles.decoder.rolls_out:
-            return super()._draft_greedy(rows)
+            return super()._draft_most_probable(rows)
         inputs, most = self._last_inputs(rows), max(row.num_draft_tokens for row in rows)
         return self._eagles.draft_greedy(
             inputs._replace(span=inputs.span + most - 1),

@@ -1,7 +1,8 @@
 """Where a row ends its drafts early: before a token that would hardly be accepted.
 
 The expected acceptance of a drafted token is that of earlier tokens of which the draft was as sure.
-A row's decision reads what it has drafted, greedily: it changes no answer, only its speed.
+A row's decision reads the most probable tokens, which nothing is drawn for: it changes no answer,
+only its speed.
 """
 
 from __future__ import annotations

@@ -293,9 +293,9 @@ class ExpertStack:
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
     ) -> Proposal:
         batch = self._params.get([row.sampling for row in rows])
-        if takes_likeliest(batch, rows):
-            chosen, probs, counts = self._draft_greedy(rows)
-            proposal = Proposal(chosen, counts, probs, chosen[..., None], probs[..., None])
+        if takes_likeliest(batch, rows, support):
+            chosen, probs, counts = self._draft_most_probable(rows)
+            proposal = Proposal.of_most_probable(chosen, counts, probs)
         else:
             steps = max(row.num_draft_tokens for row in rows)
             forward = self._step_forward(rows, steps)
@@ -314,7 +314,7 @@ class ExpertStack:
             self.faulty = frozenset(row.draft for row in bad)
         return proposal
 
-    def _draft_greedy(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor, Tensor]:
+    def _draft_most_probable(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens int64 and probabilities float32 ``[B, k]``, and int64 ``[B]`` how many each has.
 
         Rows may end early, but for those of a recorded graph.
@@ -340,7 +340,7 @@ class ExpertStack:
         return ids[:, :most], probs[:, :most], counts
 
     def _replay(self, rows: Sequence[DraftRow], steps: int) -> tuple[Tensor, Tensor] | None:
-        """As :meth:`_draft_greedy`, by a recorded graph; None if the runner has none."""
+        """As :meth:`_draft_most_probable`, by a recorded graph; None if the runner has none."""
         if not self.runner.rolls_out:
             return None
         kv_rows = [self._table.row(row.request_id) for row in rows]

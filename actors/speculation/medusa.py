@@ -215,7 +215,7 @@ class HeadStack:
         hidden = self._target_kv.read_hidden([row.target_row for row in rows], at)[:, 0]
         logits = self.logits(hidden, steps)
         batch = self._params.get([row.sampling for row in rows])
-        if not takes_likeliest(batch, rows):
+        if not takes_likeliest(batch, rows, support):
             following: Iterator[Tensor] = iter(logits)
             return draw_drafts(
                 lambda _: next(following)[:, None], steps, rows, batch, support, generator
@@ -224,7 +224,7 @@ class HeadStack:
         probs = torch.empty(steps, len(rows), device=self.device)
         most_probable_into(logits, ids, probs)
         counts = device_tensor([min(row.num_draft_tokens, steps) for row in rows], self.device)
-        return Proposal(ids.T, counts, probs.T, ids.T[..., None], probs.T[..., None])
+        return Proposal.of_most_probable(ids.T, counts, probs.T)
 
     def release(self, request_id: str) -> None:
         """Do nothing: heads keep no state of sequences."""

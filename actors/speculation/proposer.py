@@ -29,7 +29,7 @@ class DraftRow:
         num_draft_tokens: most tokens to propose, at least 1.
         sampling: the request's sampling parameters.
         target_row: row of the sequence in the target's KV cache.
-        early_end: when a greedy row ends its drafts; a proposer may ignore it.
+        early_end: when a row of most probable tokens ends them; a proposer may ignore it.
         grammar: of a constrained answer. A proposer may ignore it: verification does not.
     """
 

@@ -36,9 +36,9 @@ class Proposal:
     Attributes:
         token_ids: int64 ``[B, k]``.
         num_drafted: int64 ``[B]``; positions at and after it are padding.
-        token_probs: float32 ``[B, k]``, q of the draft token under the request's sampling.
-        support_ids: int64 ``[B, k, S]``; the tokens with q > 0.
-        support_probs: float32 ``[B, k, S]``, sums to 1 where drafted.
+        token_probs: float32 ``[B, k]``, of the draft for its tokens at T = 1, without filters.
+        support_ids: int64 ``[B, k, S]``; the tokens with q > 0, under the request's sampling.
+        support_probs: float32 ``[B, k, S]``, q: sums to 1 where drafted.
         num_forced: per row, how many of the last drafted tokens a grammar forced; empty if none.
         num_suffix: per row, how many of the first drafted tokens are suffixes'; empty if none.
     """
@@ -50,6 +50,12 @@ class Proposal:
     support_probs: Tensor
     num_forced: tuple[int, ...] = ()
     num_suffix: tuple[int, ...] = ()
+
+    @property
+    def draft_probs(self) -> Tensor:
+        """q of the draft tokens, float32 ``[B, k]``."""
+        own = self.support_ids == self.token_ids[..., None]
+        return (self.support_probs * own).sum(-1)
 
     @property
     def num_by_model(self) -> list[int]:
@@ -73,6 +79,12 @@ class Proposal:
             support_ids=integers.unsqueeze(-1),
             support_probs=floats.unsqueeze(-1),
         )
+
+    @staticmethod
+    def of_most_probable(token_ids: Tensor, num_drafted: Tensor, token_probs: Tensor) -> Proposal:
+        """A draft's most probable tokens: q is 1."""
+        certain = torch.ones_like(token_probs)[..., None]
+        return Proposal(token_ids, num_drafted, token_probs, token_ids[..., None], certain)
 
     def scatter(self, indices: Sequence[int], rows: int) -> Proposal:
         """Widen to ``rows`` rows; the rows that are not in ``indices`` draft nothing.
@@ -261,7 +273,7 @@ def _sample_unseeded(
     )
     inside = torch.arange(drafted, device=probs.device) < proposal.num_drafted[:, None]
     # q = 0 cannot be drafted; padding must not divide by it.
-    q_draft = torch.where(inside, proposal.token_probs, torch.ones_like(proposal.token_probs))
+    q_draft = proposal.draft_probs.masked_fill(~inside, 1.0)
     accepted = inside & (uniform < acceptance_probability(p_draft.double(), q_draft.double()))
     num_accepted = leading_true(accepted)
     at = probs[index, num_accepted]

@@ -17,7 +17,7 @@ from paceline.actors.training.batches import Batch, make_batch, usable, within
 from paceline.actors.training.eagle import STEPS
 from paceline.actors.training.forward import draft_logits, load_trainable, trains_on
 from paceline.actors.training.settings import ScorerSettings
-from paceline.actors.weights.eagle import Draft, EagleDraft
+from paceline.actors.weights.eagle import SUPPORT, Draft, EagleDraft
 from paceline.actors.weights.flat_weights import FlatWeights, unflatten
 
 _FORWARDS = 3  # of the same records take about as long as a micro-step with its backward
@@ -116,13 +116,14 @@ def score_records(
         draft: see :func:`score_steps`, as the others.
         records: all usable.
         max_length: tokens per record at most.
-        draft_top_k: tokens that the served draft proposes from.
+        draft_top_k: tokens that the served draft proposes from; of an EAGLE draft it is one.
         batch_size: records per forward.
         before_batch: called before each forward.
     """
+    support = SUPPORT if isinstance(draft, EagleDraft) else draft_top_k
 
     def score(logits: Tensor, batch: Batch) -> Tensor:
-        return acceptance(logits, batch, draft_top_k)
+        return acceptance(logits, batch, support)
 
     steps = score_steps(
         draft,

@@ -39,6 +39,7 @@ _MARKED_ROWS = 64
 _FACTS = {"target_mark", "draft_vocab_size", "trunk"}
 DRAFT_VOCABULARY = 16384
 _MAX_RANK = 128  # of a basis
+SUPPORT = 1  # tokens per position that a draft samples from
 _LEAST_COVERAGE_GAIN = 0.005
 
 

@@ -131,7 +131,7 @@ def draft_distributions(
     distributions = []
     for step in range(DRAFTED):
         logits = torch.tensor([table[path[:step]] for path in PATHS])
-        ids, probs = draft_support(processors.apply(logits), batch, support)
+        ids, probs, _ = draft_support(processors.apply(logits), batch, support)
         if params.greedy:
             ids, probs = ids[:, :1], torch.ones(len(PATHS), 1)
         distributions.append(torch.zeros(len(PATHS), VOCAB).scatter_(1, ids, probs).double())

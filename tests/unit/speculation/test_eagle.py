@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from engines import DEVICE, MAX_LEN, TOKENIZER, engine_of, request, run, tokens_of
+from distributions import chi_square, law_of_tokens
+from engines import DEVICE, MAX_LEN, TOKENIZER, engine_of, request, run, served, tokens_of
 from tiny_models import tiny_llama
 from training_records import learn
 
@@ -53,15 +55,15 @@ VOCAB = 300
 SMALL = torch.arange(3, 250, 2, dtype=torch.int32)
 
 
-def save_target(folder: Path, kind: str = "llama", **more: Any) -> Path:
+def save_target(folder: Path, kind: str = "llama", vocab: int = VOCAB, **more: Any) -> Path:
     """A random target of an architecture, with the test tokenizer."""
     torch.manual_seed(1)
     if kind == "llama":
-        model = tiny_llama(1, vocab=VOCAB, **more)
+        model = tiny_llama(1, vocab=vocab, **more)
     else:
         from transformers import AutoModelForCausalLM
 
-        config = ARCHITECTURES[kind](2, vocab_size=VOCAB, **more)
+        config = ARCHITECTURES[kind](2, vocab_size=vocab, **more)
         model = AutoModelForCausalLM.from_config(config).eval()
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -88,6 +90,8 @@ def eagle_engine(
     drafts: dict[str, Path],
     draft_chunk: int = 8,
     dtype: torch.dtype = torch.float32,
+    others: Sequence[dict[str, Any]] = (),
+    vocab: int = VOCAB,
     **more: Any,
 ) -> Engine:
     model = load_causal_lm(target, dtype, DEVICE)
@@ -100,10 +104,10 @@ def eagle_engine(
         ]
         names, models = zip(*loaded, strict=True)
         positions = more.get("draft_positions")
-        eagles = EagleRunner(models, rows, runner.max_model_len, positions, vocab_size=VOCAB)
+        eagles = EagleRunner(models, rows, runner.max_model_len, positions, vocab_size=vocab)
         return [EagleStack(eagles, names, rows, kept_hidden(runner.kv), draft_chunk)]
 
-    return engine_of(model, [], beside=beside, record_hidden=True, **more)
+    return engine_of(model, others, beside=beside, record_hidden=True, **more)
 
 
 def asked(length: int = 40, **fields: Any) -> list[Any]:
@@ -149,6 +153,67 @@ def test_a_seed_fixes_the_text_with_and_without_drafts(target: Path, draft: Path
     fields = {"temperature": 0.9, "seed": 5}
     plain = answers(eagle_engine(target, {"a": draft}), asked(num_speculative_tokens=0, **fields))
     assert answers(eagle_engine(target, {"a": draft}, k=4), asked(**fields)) == plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "filters", "rolls_out"),
+    [
+        ("unseeded", {}, True),
+        ("unseeded", {"top_p": 0.8}, True),
+        ("unseeded", {"top_k": 4, "min_p": 0.05}, False),
+        ("seeded", {"top_p": 0.8}, True),
+        ("mixed", {}, False),
+        ("mixed", {"top_k": 4, "min_p": 0.05}, True),
+    ],
+)
+def test_sampled_answers_keep_the_target_distribution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, filters: Any, rolls_out: bool
+) -> None:
+    """Chi-square over 2,400 answers beside penalised ones, which are drafted step by step."""
+    vocab, count, prompt, temperature = 7, 2400, [3, 5, 4], 1.2
+    init = {"initializer_range": 0.5}
+    target = save_target(tmp_path / "target", vocab=vocab, **init)
+    save_draft(new_draft(target, vocabulary=torch.arange(1, 6)), tmp_path / "draft")
+    monkeypatch.setattr(EagleDecoder, "rolls_out", rolls_out)
+    monkeypatch.setattr(SpeculationController, "early_end", lambda *_: EarlyEnd(0.2))
+    engine = eagle_engine(
+        target,
+        {"a": tmp_path / "draft"},
+        others=[{"b": served(tiny_llama(2, layers=1, vocab=vocab))}],
+        vocab=vocab,
+        eos=-1,
+        seed=5,
+        support=3,
+        max_num_seqs=240,
+    )
+    asked = [
+        request(
+            f"{i}",
+            prompt,
+            temperature=temperature,
+            draft="b" if i % 8 == 0 else "a",
+            num_speculative_tokens=1 + i % 3,
+            seed=i if kind == "seeded" or (kind == "mixed" and i % 3) else None,
+            max_tokens=4,
+            **filters,
+        )
+        for i in range(count)
+    ]
+    # Only the last of these batches has a penalised row.
+    other = request("penalised", prompt, presence_penalty=1.0, max_tokens=4, temperature=1.0)
+    found = run(engine, [*asked, other])
+    records = [own[-1].record for name, own in found.items() if name != "penalised"]
+    first = {r.draft_token_ids[0] for r in records if r is not None and r.expert == "a"}
+    assert len(first) == 1  # nothing is drawn
+    stats = [found[r.request_id][-1].chunk.speculative for r in asked if r.draft == "a"]
+    drafted, taken = (
+        sum(getattr(own, f"num_{name}_tokens") for own in stats)
+        for name in ("draft", "accepted_draft")
+    )
+    assert 0.02 < taken / drafted < 0.98
+    law = law_of_tokens(tiny_llama(1, vocab=vocab, **init), prompt, 3, temperature, **filters)
+    drawn = Counter(tuple(tokens_of(found[r.request_id])[:3]) for r in asked)
+    assert chi_square(drawn, law) > 1e-3
 
 
 def test_samples_are_only_drafted_from_the_draft_vocabulary(target: Path, draft: Path) -> None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from distributions import chi_square
+from distributions import chi_square, law_of_tokens
 from engines import DEVICE, MAX_LEN, TOKENIZER, engine_of, request, run, served, tokens_of
 from tiny_models import save_tiny, tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel
-from unit.speculation.test_output_distribution import target_probs
 
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.decoders import ModuleDecoder
@@ -251,13 +250,7 @@ def test_samples_follow_the_target_distribution(kind: str) -> None:
     found = run(engine, asked)
     assert 0 < accepted(found)[0] < accepted(found)[1]
     target = tiny_llama(1, vocab=vocab, **model)
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        distribution = {
-            (*before, token): mass * p
-            for before, mass in distribution.items()
-            for token, p in target_probs(target, [*prompt, *before], temperature, top_p).items()
-        }
+    distribution = law_of_tokens(target, prompt, 3, temperature, top_p)
     drawn = Counter(tuple(tokens_of(own)[:3]) for own in found.values())
     assert chi_square(drawn, distribution) > 1e-3
 

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from distributions import chi_square, target_probs
+from distributions import chi_square, law_of_tokens
 from engines import make_engine, request, run, tokens_of
 from tiny_models import tiny_llama
 
@@ -40,13 +40,7 @@ def test_the_engine_samples_from_the_target_distribution(kind: str, top_p: float
     requests[::50] = greedy
     answers = {name: tuple(tokens_of(o)) for name, o in run(engine, requests).items()}
     model = tiny_llama(1, vocab=vocab, initializer_range=0.5)
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        distribution = {
-            (*before, token): mass * p
-            for before, mass in distribution.items()
-            for token, p in target_probs(model, [*prompt, *before], temperature, top_p).items()
-        }
+    distribution = law_of_tokens(model, prompt, 3, temperature, top_p)
     drawn = Counter(tokens[:3] for name, tokens in answers.items() if name.startswith("r"))
     assert drawn.total() == count - len(greedy)
     assert chi_square(drawn, distribution) > 1e-3

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distributions import chi_square, target_probs
+from distributions import chi_square, law_of_tokens
 from engines import MAX_LEN, TOKENIZER, engine_of, request, run, served, tokens_of
 from grammars import json_grammar
 from llguidance import LLMatcher
@@ -119,13 +119,7 @@ def test_sampled_answers_keep_the_target_distribution(seeded: bool) -> None:
     ]
     drawn = Counter(tuple(tokens[:3]) for tokens in answers(engine, asked).values())
     model = tiny_llama(1, vocab=vocab, **init)
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        distribution = {
-            (*before, token): mass * p
-            for before, mass in distribution.items()
-            for token, p in target_probs(model, [*prompt, *before], temperature, 1.0).items()
-        }
+    distribution = law_of_tokens(model, prompt, 3, temperature)
     ((tokens, taken),) = engine.draft_runner.round_stats.suffixes.values()
     assert tokens > count / 2
     assert 0.02 < taken / tokens < 0.98
@@ -167,6 +161,9 @@ def test_beside_a_draft_each_counts_its_own_tokens() -> None:
         assert (record.accepted == 1).sum() == stats.num_accepted_draft_tokens
         assert (record.accepted >= 0).sum() <= stats.num_draft_tokens
         assert outcome.rounds == stats.num_spec_steps
+        sent = [each for o in outputs for each in o.chunk.suffix_rounds]
+        sums = tuple(map(sum, zip(*sent, strict=True))) if sent else (0, 0)
+        assert sums == (stats.num_suffix_tokens, stats.num_accepted_suffix_tokens)
         made = len(outputs) + stats.num_accepted_draft_tokens + stats.num_accepted_suffix_tokens
         assert made - stats.num_cut_rounds == len(tokens_of(outputs)) == 40
     counts = engine.draft_runner.round_stats
