@@ -32,6 +32,8 @@ from paceline.actors.weights.versions import TopicStatus
 
 logger = logging.getLogger(__name__)
 
+_WAIT_S = 0.5  # for idle serving
+
 T = TypeVar("T")
 
 
@@ -173,12 +175,19 @@ class RayTrainerClient:
         return replace(answer, stale=answer.stale and not self._identity.sole)
 
     def acquire_permit(self) -> bool:
-        """Acquire a permit for one micro-step; none if the scheduler does not answer."""
-        if self._scheduler is None:
+        """Acquire a permit for one micro-step; none if the scheduler does not answer.
+
+        After a denial it asks again when serving is idle, or after half a second.
+        """
+        if self._scheduler is None or self._granted(self._scheduler):
             return True
+        self._get(self._scheduler.until_idle.remote(_WAIT_S), 2.0 * _WAIT_S)
+        return self._granted(self._scheduler)
+
+    def _granted(self, scheduler: PermitHandle) -> bool:
         if self._identity is None:
-            return bool(self._get(self._scheduler.may_train.remote(), 1.0))
-        call = self._scheduler.acquire_permit.remote(self._identity.name, self._incarnation)
+            return bool(self._get(scheduler.may_train.remote(), 1.0))
+        call = scheduler.acquire_permit.remote(self._identity.name, self._incarnation)
         permit = self._get(call, 1.0)
         if permit is Permit.UNASSIGNED:
             raise LeaseRevoked

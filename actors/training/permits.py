@@ -91,6 +91,10 @@ class PermitHandle(Protocol):
         """Whether one forward without a lease may run."""
 
     @property
+    def until_idle(self) -> RemoteMethod[[float], None]:
+        """Wait until training may go on, or for so many seconds."""
+
+    @property
     def acquire_topic(
         self,
     ) -> RemoteMethod[[TrainerIdentity, str, Mapping[str, float]], Assignment]:

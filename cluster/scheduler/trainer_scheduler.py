@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,8 @@ from paceline.cluster.scheduler.leases import (
     SchedulerStatus,
 )
 from paceline.cluster.scheduler.policy import SchedulerPolicy
+
+_LOOK_S = 0.02
 
 
 class TrainerScheduler:
@@ -75,6 +78,19 @@ class TrainerScheduler:
             granted = self._policy.may_train(self._clock())
             self._policy.stats.record_permit(granted=granted)
             return granted
+
+    async def until_idle(self, timeout_s: float) -> None:
+        """Return when training may go on, or after ``timeout_s``.
+
+        A trainer that was denied waits here: one that asked again and again would take processor
+        time from the requests that it waits for.
+        """
+        until = self._clock() + timeout_s
+        while self._clock() < until:
+            with self._lock:
+                if self._policy.may_train(self._clock()):
+                    return
+            await asyncio.sleep(_LOOK_S)
 
     def acquire_topic(
         self, trainer: TrainerIdentity, incarnation: str, gains: Mapping[str, float]
@@ -175,6 +191,7 @@ class TrainerSchedulerHandle:
     report_load = remote_method(TrainerScheduler.report_load)
     announce_request = remote_method(TrainerScheduler.announce_request)
     may_train = remote_method(TrainerScheduler.may_train)
+    until_idle = remote_method(TrainerScheduler.until_idle)
     acquire_topic = remote_method(TrainerScheduler.acquire_topic)
     topic_progress = remote_method(TrainerScheduler.topic_progress)
     acquire_permit = remote_method(TrainerScheduler.acquire_permit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from paceline.actors.training.permits import Permit, TrainerIdentity
 from paceline.cluster.scheduler.idle import IdleDetector
 from paceline.cluster.scheduler.leases import SchedulerStatus
@@ -119,6 +121,24 @@ def test_pause_wins_over_idleness() -> None:
         yield_p50_s=None,
         yield_p99_s=None,
     )
+
+
+def test_a_denied_trainer_waits_until_serving_is_idle() -> None:
+    scheduler = TrainerScheduler(idle_after_s=0.05)
+
+    async def waits() -> tuple[bool, bool]:
+        scheduler.report_load("a", 1, 0)
+        await scheduler.until_idle(0.1)
+        busy = scheduler.may_train()
+        waiting = asyncio.create_task(scheduler.until_idle(60.0))
+        await asyncio.sleep(0.1)
+        early = waiting.done()
+        scheduler.report_load("a", 0, 0)
+        await asyncio.wait_for(waiting, 30.0)
+        return busy, early
+
+    assert asyncio.run(waits()) == (False, False)
+    assert scheduler.may_train()
 
 
 def test_gaps_between_requests_of_a_steady_stream_are_used() -> None:
