@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.settings import EngineSettings
 from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.experts import ExpertStack
+from paceline.actors.speculation.goodput import GoodputPolicy
 from paceline.actors.speculation.pool.connection import connect
 from paceline.actors.speculation.pool.draft_ahead import DraftAheadMode, DraftAheadPolicy
 from paceline.actors.speculation.pool.drafter import Drafter
 from paceline.actors.speculation.pool.messages import Session
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.pool.server import ExpertServer
+from paceline.actors.speculation.suffix.arm import SuffixArm
 
 VOCAB = 300
 DRAFT_SEEDS = {"a": 2, "b": 3}  # those of engines.make_engine
@@ -97,18 +99,31 @@ def attached(
 def pool_engine(
     proposer: PoolProposer,
     *,
-    k: int = 4,
+    k: int | None = 4,
     target_seed: int = 1,
     target_layers: int = 2,
     canary_share: float = 0.0,
+    policy: GoodputPolicy | None = None,
+    suffixes: SuffixArm | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """engines.make_engine, but for where the drafts are."""
     target = served(tiny_llama(target_seed, layers=target_layers, vocab=VOCAB))
+    settings = EngineSettings(
+        4,
+        MAX_LEN,
+        k,
+        8,
+        8,
+        frozenset({2}),
+        canary_share=canary_share,
+        suffix_drafts=suffixes is not None,
+    )
     return Engine(
         runner=ModelRunner([target], 4, MAX_LEN),
-        draft_runner=DraftRunner(proposer, None, target.device, time.perf_counter),
+        draft_runner=DraftRunner(proposer, policy, target.device, clock, suffixes),
         tokenizer=TOKENIZER,
-        settings=EngineSettings(4, MAX_LEN, k, 8, 8, frozenset({2}), canary_share=canary_share),
+        settings=settings,
         generator=torch.Generator(target.device).manual_seed(0),
         now=lambda: 1234.5,
     )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from distributions import chi_square, law_of_tokens
-from engines import MAX_LEN, TOKENIZER, engine_of, request, run, served, tokens_of
+from engines import TOKENIZER, engine_of, request, run, served, tokens_of
 from grammars import json_grammar
 from llguidance import LLMatcher
+from pools import attached, pool_engine, serving
 from tiny_models import tiny_llama
 
 from paceline.actors.engine.engine import Engine, StepOutput
@@ -20,6 +22,7 @@ from paceline.actors.engine.kv_cache import BLOCK_SIZE
 from paceline.actors.engine.request import SUFFIX, GenerationRequest
 from paceline.actors.speculation.costs import DraftCosts, StepCosts
 from paceline.actors.speculation.goodput import GoodputPolicy
+from paceline.actors.speculation.pool.draft_ahead import DraftAheadMode
 from paceline.actors.speculation.suffix.arm import SuffixArm
 from paceline.actors.speculation.suffix.estimates import (
     NUM_BINS,
@@ -29,7 +32,7 @@ from paceline.actors.speculation.suffix.estimates import (
 )
 from paceline.actors.speculation.suffix.store import SuffixStore
 
-LEAST_POSITIONS = -(-MAX_LEN // BLOCK_SIZE) * BLOCK_SIZE
+FEW_POSITIONS = 9 * BLOCK_SIZE  # two requests begin, and only one can end
 PROMPT = TOKENIZER.encode("Ann has 12 apples. She buys 30 more.", add_special_tokens=False)
 
 
@@ -89,20 +92,80 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("drafts", [True, False], ids=["drafts", "no drafts"])
-def test_answers_are_the_same_with_and_without(drafts: bool) -> None:
-    asked = [
+def asked_for() -> list[GenerationRequest]:
+    return [
         request(f"{name} {kind}", PROMPT[i:], grammar=grammar, max_tokens=50, **own)
         for i, (kind, own) in enumerate(SAMPLINGS.items())
         for name, grammar in GRAMMARS.items()
     ]
+
+
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafts", "no drafts"])
+def test_answers_are_the_same_with_and_without(drafts: bool) -> None:
+    asked = asked_for()
     plain = answers(suffix_engine(None, drafts=drafts), asked)
     for arm in (SuffixArm(None), shared_arm()):
-        engine = suffix_engine(arm, drafts=drafts, max_num_seqs=8, kv_positions=LEAST_POSITIONS)
+        engine = suffix_engine(arm, drafts=drafts, max_num_seqs=8)
         assert answers(engine, asked) == plain
         assert answers(engine, asked) == plain  # from what is recorded by now
         ((tokens, taken),) = engine.draft_runner.round_stats.suffixes.values()
         assert 0 < taken < tokens
+
+
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafts", "no drafts"])
+def test_preempted_requests_answer_the_same(drafts: bool) -> None:
+    """With blocks for two at first, and for one to its end."""
+    samplings: list[dict[str, Any]] = [{}, {"temperature": 1.1, "seed": 6}, {}]
+    asked = [
+        request(f"r{i}", PROMPT[i : i + 20], max_tokens=60 + i, ignore_eos=True, **own)
+        for i, own in enumerate(samplings)
+    ]
+    plain = answers(suffix_engine(None), asked)
+    engine = suffix_engine(shared_arm(), drafts=drafts, kv_positions=FEW_POSITIONS)
+    for _ in range(3):
+        before = engine.preemptions
+        assert answers(engine, asked) == plain
+        assert engine.preemptions > before
+    ((_, taken),) = engine.draft_runner.round_stats.suffixes.values()
+    assert taken > 50
+    assert engine.kv_blocks[0] == engine.kv_blocks[1]
+
+
+@pytest.mark.parametrize("at", [1, 7, 20])
+def test_a_resumed_answer_is_the_undisturbed_one(at: int) -> None:
+    """By a replica that knows nothing of it, and by one that recorded the whole answer before."""
+    asked = asked_for()
+    whole = run(suffix_engine(None), asked)
+    engine = suffix_engine(shared_arm(), drafts=True)
+    for _ in range(2):
+        resumed = []
+        for one in asked:
+            seen = whole[one.request_id][:at]
+            sent, text = tuple(tokens_of(seen)), "".join(o.chunk.text for o in seen)
+            resumed.append(replace(one, output_token_ids=sent, sent_chars=len(text), attempt=1))
+        found = run(engine, resumed)
+        for one, again in zip(asked, resumed, strict=True):
+            rest = tokens_of(found[again.run_id])
+            assert [*again.output_token_ids, *rest] == tokens_of(whole[one.request_id])
+        assert answers(engine, asked) == {name: tokens_of(own) for name, own in whole.items()}
+    assert sum(drafted(outputs) for outputs in found.values()) > 50
+
+
+@pytest.mark.parametrize("draft_ahead", ["off", "on"])
+def test_beside_a_pool_answers_are_the_same(draft_ahead: DraftAheadMode) -> None:
+    """A row whose suffix is drafted sends its draft no request, and is ahead of it afterwards."""
+    asked = asked_for()
+    plain = answers(suffix_engine(None), asked)
+    with serving(("a",), draft_ahead=draft_ahead) as servers:
+        proposer = attached(servers)
+        own: dict[str, Any] = {"policy": cheap_policy(), "clock": steady()}
+        engine = pool_engine(proposer, k=None, suffixes=shared_arm(), **own)
+        for _ in range(3):
+            assert answers(engine, asked) == plain
+        assert proposer.stats()["a"]["lost"] == 0
+    counts = engine.draft_runner.round_stats
+    assert counts.suffixes["sql"][1] > 50
+    assert sum(version.accepted_tokens for version in counts.versions.values()) > 0
 
 
 @pytest.mark.parametrize("seeded", [False, True])
