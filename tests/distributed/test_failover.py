@@ -1,9 +1,11 @@
-"""Target replicas that die or hang under fifty streams: none is lost, none is altered."""
+"""Two target replicas. If one dies or hangs under fifty streams, none is lost, none is altered."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from free_ports import find_port
 
 from paceline.actors.engine.native.library import kernels_for
 from paceline.deploy import app
+from paceline.deploy.api.operations import REPLICAS
 from paceline.deploy.app import RunningApp
 from paceline.deploy.config.config import load_config
 
@@ -153,3 +156,33 @@ def test_a_hung_replica_loses_no_stream_and_later_requests_do_not_wait_for_it(
     check(running, replies, undisturbed[:8])
     # distrust has begun with the first fault: no request goes to the stopped one again
     assert max(max(reply.pauses_s) for reply in replies) < STALL_S
+
+
+def generated(url: str) -> set[float]:
+    """Tokens that each target replica has generated, at the API's own /metrics."""
+    text = httpx.get(f"{url}/metrics", timeout=60).text
+    found = re.findall(r"^vllm:generation_tokens_total{.*} (.+)$", text, re.MULTILINE)
+    return {float(tokens) for tokens in found}
+
+
+def test_a_purge_reaches_the_answers_that_both_replicas_draft_from(running: RunningApp) -> None:
+    both_serve(running)
+    url, count = running.base_url, 24
+
+    def purge(**what: str) -> int:
+        answer = httpx.post(f"{url}/v1/paceline/replay/purge", json=what, timeout=60)
+        removed: int = answer.json()["removed"][REPLICAS]
+        return removed
+
+    purge()
+    before = generated(url)
+    asked = [body | {"store": True} for body in bodies(count, 8, stream=False)]
+    with ThreadPoolExecutor(8) as threads, httpx.Client(base_url=url, timeout=120) as http:
+        replies = list(
+            threads.map(lambda body: http.post("/v1/chat/completions", json=body), asked)
+        )
+    assert len(generated(url) - before) == 2  # each had a part in it
+    ids = [reply.json()["id"] for reply in replies]
+    assert [purge(request_id=one) for one in ids[:8]] == [1] * 8
+    assert purge() == count - 8
+    assert purge() == 0
