@@ -50,7 +50,7 @@ class SamplingBatch:
 
 
 _NO_LIMIT = 1 << 40
-_LIKELY = 256  # tokens that are nearly always all that a filter keeps
+_SIZES = 64, 1024  # tokens that are mostly all that a filter keeps
 
 
 def _signed(seed: int) -> int:
@@ -155,29 +155,35 @@ def processed_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
     # A row without a filter keeps its bits in every batch.
     free = (batch.top_p >= 1.0) & (batch.top_k >= probs.shape[-1]) & (batch.min_p <= 0.0)
     cut = ~(free | batch.greedy)[:, None].expand(logits.shape[:2])
-    given = probs[cut]
     rows, _ = cut.nonzero(as_tuple=True)
-    probs[cut] = _filter(given, batch.top_p[rows], batch.top_k[rows], batch.min_p[rows])
+    filters = [own[rows] for own in (batch.top_p, batch.top_k, batch.min_p)]
+    probs[cut] = _filter(probs[cut], filters)
     return probs
 
 
-def _filter(probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
+def _filter(probs: Tensor, filters: Sequence[Tensor], sizes: Sequence[int] = _SIZES) -> Tensor:
     """Keep and renormalise what :func:`keep_mask` keeps of distributions ``[N, V]``.
 
-    Nearly always that lies in the first few entries, and sorting all takes as long as a forward.
+    That mostly lies in the first few entries, and sorting all takes as long as a forward: more
+    entries are ordered for the rows alone that keep more.
+
+    Args:
+        probs: float32 ``[N, V]``.
+        filters: ``top_p``, ``top_k`` and ``min_p``, ``[N]`` each.
+        sizes: how many entries to order, and then how many instead; all at last.
     """
-    vocab = probs.shape[-1]
-    ordered, order, _ = top_logits(probs, _LIKELY)
-    kept = ordered * keep_mask(ordered, top_p, top_k, min_p)
+    vocab, top_k = probs.shape[-1], filters[1]
+    if sizes and sizes[0] < vocab:
+        ordered, order, _ = top_logits(probs, sizes[0])
+        known = top_k <= sizes[0]
+    else:
+        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+        known = torch.ones_like(top_k, dtype=torch.bool)
+    kept = ordered * keep_mask(ordered, *filters)
     filtered = torch.zeros_like(probs).scatter_(-1, order, kept / kept.cumsum(-1)[..., -1:])
-    likely = ordered.shape[-1]
-    wide = (top_k > likely) & ((kept[..., -1] > 0) | (top_k < vocab)) & (likely < vocab)
+    wide = ~known & ((kept[..., -1] > 0) | (top_k < vocab))
     if bool(wide.any()):
-        own = top_p[wide], top_k[wide], min_p[wide]
-        ordered, order = probs[wide].sort(dim=-1, descending=True, stable=True)
-        kept = ordered * keep_mask(ordered, *own)
-        all_kept = kept / kept.cumsum(-1)[..., -1:]
-        filtered[wide] = torch.zeros_like(ordered).scatter_(-1, order, all_kept)
+        filtered[wide] = _filter(probs[wide], [own[wide] for own in filters], sizes[1:])
     return filtered
 
 

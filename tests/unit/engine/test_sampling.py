@@ -51,19 +51,26 @@ def test_equals_transformers(temperature: float, top_p: float, top_k: int, min_p
 
 @pytest.mark.parametrize(
     "filters",
-    [{"top_p": 0.9}, {"top_k": 300}, {"top_k": 256, "top_p": 0.99}, {"top_k": 5}, {"min_p": 0.05}],
+    [
+        {"top_p": 0.9},
+        {"top_k": 300},
+        {"top_k": 64, "top_p": 0.99},
+        {"top_k": 1500, "top_p": 0.8333},
+        {"top_k": 5},
+        {"min_p": 0.05},
+    ],
 )
 def test_wide_and_narrow_distributions_are_filtered_alike(filters: dict[str, Any]) -> None:
-    """Of 1,000 tokens; some rows keep a handful of them, others nearly all."""
+    """Of 2,000 tokens; some rows keep a handful of them, others nearly all."""
     generator = torch.Generator().manual_seed(3)
     spread = torch.tensor([0.0, 0.3, 1.0, 3.0, 30.0])[:, None, None]
-    logits = (torch.randn(5, 2, 1000, generator=generator) * spread * 16).round() / 16  # with ties
+    logits = (torch.randn(5, 2, 2000, generator=generator) * spread * 16).round() / 16  # with ties
     params = SamplingParams(1, **filters)
     probs = processed_probs(logits, make_sampling_batch([params] * 5, "cpu"))
     whole = torch.softmax(logits, -1)
     ordered, order = whole.double().sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(1000)
-    kept = ordered * (ranks < (params.top_k or 1000))
+    ranks = torch.arange(2000)
+    kept = ordered * (ranks < (params.top_k or 2000))
     total = kept.sum(-1, keepdim=True)
     kept *= (kept.cumsum(-1) - kept < params.top_p * total) | (params.top_p == 1.0)
     kept *= ordered >= params.min_p * ordered[..., :1]
