@@ -17,7 +17,7 @@ TITLES = {
     "controller": "ray::ServeController",
     "trainer": "ray::TrainerActor",
     "registry": "ray::MeteredWeightRegistry",
-    "shard": "ray::MeteredReplayShard",
+    "shard": "ray::MeteredShardHost",
     "scheduler": "ray::MeteredTrainerScheduler",
 }
 

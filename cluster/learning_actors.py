@@ -1,4 +1,4 @@
-"""The learning actors: shards, registry, trainer scheduler and trainers, by name and by handle.
+"""The learning actors: shard hosts, registry, trainer scheduler and trainers, by name and handle.
 
 No ``from __future__ import annotations`` here: Ray reads the annotations of what it wraps.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from paceline.actors.replay.host import ShardHostHandle, shard_of
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.training.permits import ResourceSlot
 from paceline.actors.training.scorer import ScorerHandle
@@ -21,17 +22,13 @@ from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
 from paceline.cluster.session import NAMESPACE
 from paceline.cluster.supervisor import SupervisorHandle
 
-REGISTRY, SCHEDULER, TRAINER = "paceline-registry", "paceline-scheduler", "paceline-trainer"
+REGISTRY, SCHEDULER = "paceline-registry", "paceline-scheduler"
+SHARDS, TRAINER = "paceline-shards", "paceline-trainer"
 
 
-def shard_name(topic: str) -> str:
-    """Name of a topic's replay shard."""
-    return "paceline-shard-" + topic
-
-
-def trainer_names(count: int) -> list[str]:
-    """Names of so many trainers."""
-    return [TRAINER, *(f"{TRAINER}-{number}" for number in range(2, count + 1))][:count]
+def numbered(name: str, count: int) -> list[str]:
+    """Names of so many actors of a kind."""
+    return [name, *(f"{name}-{number}" for number in range(2, count + 1))][:count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,7 @@ class LearningActors:
         scorer: evaluates experts, in the trainer's process; None if nothing does.
         supervisor: Serve handle of the supervisor, on a cluster; else None.
         further_trainers: by name.
+        shard_hosts: the actors that hold the shards, in their order.
     """
 
     shards: Mapping[str, ShardHandle]
@@ -55,6 +53,7 @@ class LearningActors:
     scorer: ScorerHandle | None = None
     supervisor: SupervisorHandle | None = None
     further_trainers: Mapping[str, TrainerHandle] = field(default_factory=dict)
+    shard_hosts: Sequence[ShardHostHandle] = ()
 
     @classmethod
     def find(
@@ -62,6 +61,7 @@ class LearningActors:
         topics: Iterable[str],
         trainers: Sequence[str],
         *,
+        shard_hosts: int,
         scores: bool,
         handle: Callable[[str], Any] = NamedActor,
     ) -> "LearningActors":
@@ -71,24 +71,28 @@ class LearningActors:
             topics: of the shards.
             trainers: names; a trainer that was preempted comes back as another actor, so they are
                 NamedActor in any case.
+            shard_hosts: number of actors that hold the shards.
             scores: whether the first trainer's process evaluates experts.
             handle: name to handle of the other actors.
         """
         named: dict[str, Any] = {name: NamedActor(name) for name in trainers}
         trainer = named.pop(TRAINER, None)
+        hosts: list[Any] = [handle(name) for name in numbered(SHARDS, shard_hosts)]
         return cls(
-            shards={topic: handle(shard_name(topic)) for topic in topics},
+            shards={topic: shard_of(topic, hosts) for topic in topics},
             registry=handle(REGISTRY),
             scheduler=handle(SCHEDULER),
             trainer=trainer,
             scorer=trainer if scores else None,
             further_trainers=named,
+            shard_hosts=hosts,
         )
 
     def required(self) -> dict[str, Any]:
         """All but the trainers, by a name for messages."""
-        shards = {f"replay shard {topic}": shard for topic, shard in self.shards.items()}
-        return shards | {"weight registry": self.registry, "trainer scheduler": self.scheduler}
+        names = numbered("host of replay shards", len(self.shard_hosts))
+        hosts = dict(zip(names, self.shard_hosts, strict=True))
+        return hosts | {"weight registry": self.registry, "trainer scheduler": self.scheduler}
 
     def stop(self) -> None:
         """End all but the trainers for good."""

@@ -288,7 +288,7 @@ class TopicSupervisor:
         self,
         registry: RegistryHandle,
         shards: dict[str, ShardHandle],
-        start_shard: Callable[[str], ShardHandle],
+        shard_of: Callable[[str], ShardHandle],
         start_expert: Callable[[str, list[str]], tuple[str, str]] | None,
     ) -> None:
         """Start the thread.
@@ -296,15 +296,14 @@ class TopicSupervisor:
         Args:
             registry: actor handle of the weight registry.
             shards: expert to handle, of the configured ones; those of added topics are put in.
-            start_shard: starts a topic's shard.
+            shard_of: gives a topic's shard.
             start_expert: starts the expert of a topic, given all added topics, and returns the
                 names of its deployment and application; None without a pool.
         """
         self._registry = registry
         self._configured = frozenset(shards)
         self._shards = shards
-        self._start_shard, self._start_expert = start_shard, start_expert
-        self._started: dict[str, ShardHandle] = {}
+        self._shard_of, self._start_expert = shard_of, start_expert
         self._parts: dict[str, TopicActors] = {}
         self._stopped = threading.Event()
         self._starting = threading.Lock()
@@ -316,8 +315,6 @@ class TopicSupervisor:
         self._stopped.set()
         self._subscriber.stop(_TOPICS_TIMEOUT_S)
         with self._starting:
-            for shard in self._started.values():
-                ray.kill(shard, no_restart=True)
             for parts in self._parts.values():
                 if parts.expert is not None:
                     serve.delete(parts.expert[1])
@@ -348,10 +345,9 @@ class TopicSupervisor:
         with self._starting:
             if self._stopped.is_set():
                 raise RuntimeError("the server ends")
-            if topic not in self._started:
-                self._started[topic] = self._shards[topic] = self._start_shard(topic)
+            self._shards[topic] = self._shard_of(topic)
             expert = None if self._start_expert is None else self._start_expert(topic, added)
-            self._parts[topic] = TopicActors(self._started[topic], expert)
+            self._parts[topic] = TopicActors(self._shards[topic], expert)
             return self._parts[topic]
 
 
@@ -373,7 +369,7 @@ class Supervisor:
         """Start the thread.
 
         Args:
-            factories: name to factory of shards, registry and scheduler, each after those it needs.
+            factories: name to factory of the others, each after those it needs.
             trainers: trainer to factory; trainers need all of ``factories``.
             booked: what Ray books for each trainer.
             scheduler: the TrainerScheduler.

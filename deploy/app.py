@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
 
 from paceline.actors.engine.target_handle import TargetStatus
+from paceline.actors.replay.host import shard_of
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.training.trainer import TrainerHandle
 from paceline.actors.weights.subscriber import RegistryHandle
@@ -162,7 +163,7 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
     topics = TopicSupervisor(
         actors.registry,
         shards,
-        partial(learning.start_shard, config),
+        partial(shard_of, hosts=actors.shard_hosts),
         start_expert if config.drafts.placement == "pool" else None,
     )
     stops.append(topics.stop)

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util import metrics
 
 from paceline.actors.engine.target_handle import TargetHandle
-from paceline.actors.replay.shard import ReplayShard, ShardHandle
+from paceline.actors.replay.host import ShardHost, ShardHostHandle
 from paceline.actors.training.background import lower_priority
 from paceline.actors.training.permits import TrainerIdentity
 from paceline.actors.training.progress import TrainerStatus
@@ -27,11 +28,11 @@ from paceline.actors.weights.subscriber import RegistryHandle
 from paceline.cluster.learning_actors import (
     REGISTRY,
     SCHEDULER,
+    SHARDS,
     TRAINER,
     LearningActors,
+    numbered,
     restarted_actor,
-    shard_name,
-    trainer_names,
     trainer_slots,
 )
 from paceline.cluster.named_actor import NamedActor
@@ -84,6 +85,7 @@ def _find(config: PacelineConfig, handle: Callable[[str], Any]) -> LearningActor
     return LearningActors.find(
         config.experts,
         list(trainer_factories(config)),
+        shard_hosts=shard_hosts(config),
         scores=evaluates_experts(config),
         handle=handle,
     )
@@ -92,7 +94,8 @@ def _find(config: PacelineConfig, handle: Callable[[str], Any]) -> LearningActor
 def factories(config: PacelineConfig) -> dict[str, ActorFactory[ActorHandle]]:
     """Name to factory, of all actors but the trainers, which need them all."""
     found: dict[str, ActorFactory[ActorHandle]] = {
-        shard_name(expert): partial(start_shard, config, expert) for expert in config.experts
+        name: partial(_shard_host, config, name, index)
+        for index, name in enumerate(numbered(SHARDS, shard_hosts(config)))
     }
     return found | {REGISTRY: partial(_registry, config), SCHEDULER: partial(_scheduler, config)}
 
@@ -100,7 +103,7 @@ def factories(config: PacelineConfig) -> dict[str, ActorFactory[ActorHandle]]:
 def trainer_factories(config: PacelineConfig) -> dict[str, ActorFactory[TrainerHandle]]:
     """Trainer to factory; none if training is disabled."""
     count = config.training.trainers if config.training.enabled else 0
-    return {name: partial(_trainer, config, name) for name in trainer_names(count)}
+    return {name: partial(_trainer, config, name) for name in numbered(TRAINER, count)}
 
 
 def trainer_booking(config: PacelineConfig) -> dict[str, float]:
@@ -108,12 +111,18 @@ def trainer_booking(config: PacelineConfig) -> dict[str, float]:
     return booked(_trainer_options(config))
 
 
-def start_shard(config: PacelineConfig, expert: str) -> ShardHandle:
-    """Start the replay shard of a topic."""
+def shard_hosts(config: PacelineConfig) -> int:
+    """Number of actors that hold the replay shards: one per trainer, which samples from them."""
+    trainers = config.training.trainers if config.training.enabled else 1
+    return trainers if config.experts else 0
+
+
+def _shard_host(config: PacelineConfig, name: str, index: int) -> ShardHostHandle:
     folder = str(config.state_path / "replay") if config.replay.persist else None
-    metered_shard = metered(ReplayShard, lambda shard: shard_samples(shard.stats()))
-    shard = _restarted(config, metered_shard, shard_name(expert))
-    handle: ShardHandle = shard.remote(expert, replay_settings(config), folder)
+    metered_host = metered(ShardHost, lambda h: chain.from_iterable(map(shard_samples, h.stats())))
+    host = _restarted(config, metered_host, name)
+    hosts, settings = shard_hosts(config), replay_settings(config)
+    handle: ShardHostHandle = host.remote(index, hosts, config.experts, settings, folder)
     return handle
 
 

@@ -1,4 +1,4 @@
-"""The replay shard: the actor that stores one topic's records."""
+"""The replay shard, which stores one topic's records."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from paceline.actors.replay.table import EncodedRecord
 
 logger = logging.getLogger(__name__)
 
+FILE_SUFFIX = ".records"
 _HEADER = struct.Struct("<I")
 
 
@@ -78,7 +79,7 @@ class ReplayShard:
     """Records of one topic, all splits.
 
     With a ``persist_dir`` they are also written to a file and survive the actor's death; without
-    one a restarted shard is empty. A thread removes expired records.
+    one a new shard is empty. A thread removes expired records.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class ReplayShard:
         self._oldest_written = math.inf  # unix seconds, creation of the journal's oldest record
         self._journal: Journal | None = None
         if persist_dir is not None:
-            self._journal = Journal(Path(persist_dir) / f"{topic}.records")
+            self._journal = Journal(Path(persist_dir) / f"{topic}{FILE_SUFFIX}")
             for data in self._journal.read():
                 self._insert(data, needs_source=False)
             self._compact()
@@ -173,10 +174,6 @@ class ReplayShard:
                 left_out_total=self._left_out,
             )
 
-    def ping(self) -> bool:
-        """True: the actor answers."""
-        return True
-
     def _insert(self, data: bytes, *, needs_source: bool) -> EncodedRecord | None:
         """Put a record into the buffer; None if it is invalid, expired or not to be kept.
 
@@ -221,14 +218,13 @@ class ReplayShard:
 
 
 class ShardHandle:
-    """Actor handle of a ReplayShard."""
+    """Handle of a ReplayShard, which is an actor or in one, see HostedShard."""
 
     insert = remote_method(ReplayShard.insert)
     sample = remote_method(ReplayShard.sample)
     update_losses = remote_method(ReplayShard.update_losses)
     delete = remote_method(ReplayShard.delete)
     stats = remote_method(ReplayShard.stats)
-    ping = remote_method(ReplayShard.ping)
 
 
 def _start_expiry_thread(reference: weakref.ref[ReplayShard], interval_s: float) -> None:

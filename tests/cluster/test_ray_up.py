@@ -60,7 +60,7 @@ PARTS = {
     "expert": 2,
     "registry": 1,
     "scheduler": 1,
-    "shard": 2,
+    "shard": 1,
     "trainer": 1,
 }
 REQUESTS, AT_ONCE, MAX_TOKENS = 16, 8, 144

@@ -25,6 +25,8 @@ from waiting import wait_until
 
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.weights.flat_weights import flatten
+from paceline.cluster.learning_actors import SHARDS
+from paceline.cluster.session import NAMESPACE
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
 from paceline.deploy.config.config import load_config
@@ -228,9 +230,9 @@ def pid_of(handle: Any) -> int:
 def test_kill_9_of_learners_fails_no_request_and_versions_only_grow(
     running: RunningApp, plain: list[list[int]]
 ) -> None:
-    """The trainer, sql's shard and the registry die under load; all come back and go on."""
+    """The trainer, the shards and the registry die under load; all come back and go on."""
     seen: list[dict[str, int]] = [served_versions(running)]
-    victims = [running.trainer, running.shards["sql"], running.registry]
+    victims = [running.trainer, ray.get_actor(SHARDS, NAMESPACE), running.registry]
     killed: list[int] = []
 
     async def fire() -> list[tuple[int, dict[str, Any]]]:

@@ -24,8 +24,8 @@ TRAINERS = {"paceline-trainer", "paceline-trainer-2"}
 NAMES = {
     "paceline-registry",
     "paceline-scheduler",
-    "paceline-shard-general",
-    "paceline-shard-sql",
+    "paceline-shards",
+    "paceline-shards-2",
     *TRAINERS,
 }
 

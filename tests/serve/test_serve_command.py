@@ -211,7 +211,7 @@ def test_a_learning_actor_that_cannot_start_is_an_error_and_not_a_silence(
     )
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
-    assert said.startswith("paceline: Paceline did not start: the replay shard general does not")
+    assert said.startswith("paceline: Paceline did not start: the host of replay shards does not")
     assert "Traceback" not in done.stderr
 
 

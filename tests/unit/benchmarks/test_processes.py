@@ -11,7 +11,7 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.replay.host import ShardHost
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.learning import TrainerActor
@@ -58,7 +58,7 @@ def test_an_expert_is_found_by_its_whole_name_below_this_process_only() -> None:
 
 
 def test_actors_are_looked_for_by_the_names_of_their_classes() -> None:
-    classes = {"registry": WeightRegistry, "shard": ReplayShard, "scheduler": TrainerScheduler}
+    classes = {"registry": WeightRegistry, "shard": ShardHost, "scheduler": TrainerScheduler}
     for role, actor in classes.items():
         assert processes.TITLES[role] == f"ray::{metered(actor, lambda _: ()).__name__}"
     assert processes.TITLES["trainer"] == f"ray::{TrainerActor.__name__}"

@@ -15,7 +15,7 @@ from waiting import wait_until
 
 from paceline.cluster import named_actor as named
 from paceline.cluster import supervisor
-from paceline.cluster.learning_actors import trainer_names
+from paceline.cluster.learning_actors import SHARDS, TRAINER, numbered
 from paceline.cluster.named_actor import ActorNotFoundError, NamedActor
 from paceline.cluster.placement import actor_options
 from paceline.deploy import cluster_app
@@ -156,15 +156,24 @@ def test_an_open_server_without_keys_is_warned_of_once_and_in_the_status(
 def test_actors_are_found_under_the_names_that_they_are_started_with() -> None:
     asked = config(drafts__topics=["sql"])
     actors = named_actors(asked)
-    found = [*actors.shards.values(), actors.registry, actors.scheduler]
+    found = [*actors.shard_hosts, actors.registry, actors.scheduler]
     assert [actor._name for actor in found] == list(factories(asked))
     assert actors.scorer is actors.trainer
     assert (actors.trainer._name, actors.further_trainers) == ("paceline-trainer", {})
     assert named_actors(config(training__enabled=False)).trainer is None
     three = config(training__trainers=3)
     further = named_actors(three).further_trainers
-    assert [actor._name for actor in further.values()] == trainer_names(3)[1:]
+    assert [actor._name for actor in further.values()] == numbered(TRAINER, 3)[1:]
     assert list(further) == ["paceline-trainer-2", "paceline-trainer-3"]
+
+
+def test_every_trainer_has_a_host_of_shards() -> None:
+    three = config(training__trainers=3)
+    hosts = numbered(SHARDS, 3)
+    assert [actor._name for actor in named_actors(three).shard_hosts] == hosts
+    assert list(factories(three))[:3] == hosts
+    assert len(named_actors(config(training__enabled=False)).shard_hosts) == 1
+    assert not named_actors(config(drafts__general="none", drafts__topics=[])).shard_hosts
 
 
 class Cluster:

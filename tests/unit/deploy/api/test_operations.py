@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from replay_samples import make_record
 
 from paceline.actors.replay.buffer import ReplaySettings
+from paceline.actors.replay.host import shard_of
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.permits import Permit, TrainerIdentity
@@ -214,7 +215,7 @@ def test_a_part_that_was_never_there_is_a_503_too(
 
     monkeypatch.setattr(ray, "get_actor", missing_actor)
     world.operations._registry = world.operations._scheduler = NamedActor("paceline-somebody")
-    world.handles |= {topic: NamedActor(f"paceline-shard-{topic}") for topic in TOPICS}
+    world.handles |= {t: shard_of(t, [NamedActor("paceline-nobody")]) for t in TOPICS}
     for path, body in (("rollback", {"topic": "sql"}), ("drain", {})):
         answer = world.post(path, body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")

@@ -205,9 +205,9 @@ def test_ray_s_metrics_are_created_once_and_recorded() -> None:
 
 
 def test_light_actors_do_not_import_torch() -> None:
-    """Shards and the scheduler are many processes: torch would take 300 MiB of each."""
+    """Shard hosts and the scheduler do without torch, which would take 300 MiB of each."""
     modules = (
-        "paceline.actors.replay.shard",
+        "paceline.actors.replay.host",
         "paceline.cluster.scheduler.trainer_scheduler",
         "paceline.deploy.monitoring.exporter",
         "paceline.deploy.monitoring.samples",

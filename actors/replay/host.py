@@ -1,0 +1,103 @@
+"""The actor that holds replay shards, and the handle of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from paceline.actors.handles import remote_method
+from paceline.actors.replay.buffer import ReplaySettings, ShardStats
+from paceline.actors.replay.shard import FILE_SUFFIX, ReplayShard, ShardHandle
+
+
+def host_of(topic: str, hosts: int) -> int:
+    """Index of the host, of so many, that has a topic's shard; the same in every process."""
+    return crc32(topic.encode()) % hosts
+
+
+class ShardHost:
+    """Replay shards of several topics in one process.
+
+    A process of Ray's takes processor time and memory even if nothing calls it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        hosts: int,
+        topics: Iterable[str],
+        settings: ReplaySettings,
+        persist_dir: str | None = None,
+    ) -> None:
+        """Open the shards of topics, and of those whose records are on disk: they have to expire.
+
+        Args:
+            index: of this host.
+            hosts: their number.
+            topics: of all hosts; the shard of another topic is opened when it is first called.
+            settings: of every shard.
+            persist_dir: see ReplayShard.
+        """
+        self._settings = settings
+        self._persist_dir = persist_dir
+        self._shards: dict[str, ReplayShard] = {}
+        files = [] if persist_dir is None else sorted(Path(persist_dir).glob(f"*{FILE_SUFFIX}"))
+        for topic in [*topics, *(file.name.removesuffix(FILE_SUFFIX) for file in files)]:
+            if host_of(topic, hosts) == index:
+                self._shard(topic)
+
+    def call(self, topic: str, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of a topic's shard, see :class:`HostedShard`."""
+        return getattr(self._shard(topic), method)(*arguments, **named)
+
+    def stats(self) -> list[ShardStats]:
+        """Statistics of all shards; thread-safe."""
+        return [shard.stats() for shard in list(self._shards.values())]
+
+    def ping(self) -> bool:
+        """True: the actor answers."""
+        return True
+
+    def _shard(self, topic: str) -> ReplayShard:
+        if topic not in self._shards:
+            self._shards[topic] = ReplayShard(topic, self._settings, self._persist_dir)
+        return self._shards[topic]
+
+
+class ShardHostHandle:
+    """Actor handle of a ShardHost."""
+
+    call = remote_method(ShardHost.call)
+    ping = remote_method(ShardHost.ping)
+
+
+def shard_of(topic: str, hosts: Sequence[ShardHostHandle]) -> HostedShard:
+    """The shard of a topic in the host, of all of them in their order, that has it."""
+    return HostedShard(hosts[host_of(topic, len(hosts))], topic)
+
+
+@dataclass(frozen=True, slots=True)
+class _HostedMethod:
+    host: ShardHostHandle
+    topic: str
+    name: str
+
+    def remote(self, *arguments: Any, **named: Any) -> Any:
+        """Call the method and return Ray's reference."""
+        return self.host.call.remote(self.topic, self.name, *arguments, **named)
+
+
+class HostedShard(ShardHandle):
+    """A topic's shard in a ShardHost, with the interface of an actor handle; picklable."""
+
+    def __init__(self, host: ShardHostHandle, topic: str) -> None:
+        """Take the host's actor handle."""
+        self._host, self._topic = host, topic
+        for name in ("insert", "sample", "update_losses", "delete", "stats"):
+            setattr(self, name, _HostedMethod(host, topic, name))
+
+    def __reduce__(self) -> tuple[type[HostedShard], tuple[ShardHostHandle, str]]:
+        return HostedShard, (self._host, self._topic)
