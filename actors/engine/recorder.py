@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
@@ -12,11 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.actors.engine.request import GenerationRequest
-from paceline.actors.engine.top_tokens import top_logits
+from paceline.actors.engine.top_tokens import top_logits_of
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.speculation.rejection_sampler import Proposal, RejectionSampleOutput
 
 _MAX_PENDING_LOGITS = 1 << 19
+_MIN_DRAFT_PROB = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,38 +26,34 @@ class TargetTopK:
     """The target's top K tokens at M positions.
 
     Attributes:
-        top_ids: int32 ``[M, K]``.
-        top_logprobs: float16 ``[M, K]`` at T = 1, descending.
-        tail_mass: float32 ``[M]``, probability of all other tokens.
-        processed: float16 ``[M, K]``, probabilities of the same ids after temperature, top_k and
+        ids: int64 ``[M, K]``.
+        logits: float32 ``[M, K]``, descending.
+        logsumexp: float32 ``[M]``, of all logits.
+        processed: float32 ``[M, K]``, probabilities of the same ids after temperature, top_k and
             top_p; None in an all-greedy batch.
     """
 
-    top_ids: NDArray[np.int32]
-    top_logprobs: NDArray[np.float16]
-    tail_mass: NDArray[np.float32]
-    processed: NDArray[np.float16] | None
+    ids: NDArray[np.int64]
+    logits: NDArray[np.float32]
+    logsumexp: NDArray[np.float32]
+    processed: NDArray[np.float32] | None
 
 
 @torch.inference_mode()
-def target_top_k(logits: Tensor, probs: Tensor | None, size: int) -> TargetTopK:
+def target_top_k(logits: Sequence[Tensor], probs: Sequence[Tensor], size: int) -> TargetTopK:
     """Reduce the target's logits to the top K tokens.
 
     Args:
-        logits: float ``[M, V]``.
-        probs: float32 ``[M, V]`` processed distribution, or None.
+        logits: of consecutive positions, float ``[m, V]`` each, M in all.
+        probs: their processed distributions, float32; or none.
         size: K.
     """
-    top, ids, total = top_logits(logits, size)
-    logprobs = top - total[:, None]
-    tail = (1.0 - logprobs.exp().sum(-1)).clamp(min=0.0)
-    processed = None if probs is None else probs.gather(-1, ids).half().cpu().numpy()
-    return TargetTopK(
-        top_ids=ids.int().cpu().numpy(),
-        top_logprobs=logprobs.half().cpu().numpy(),
-        tail_mass=tail.cpu().numpy(),
-        processed=processed,
-    )
+    top, ids, total = top_logits_of(logits, size)
+    processed = None
+    if probs:
+        parts = zip(probs, torch.split(ids, [len(part) for part in probs]), strict=True)
+        processed = torch.cat([part.gather(-1, own) for part, own in parts]).cpu().numpy()
+    return TargetTopK(ids.cpu().numpy(), top.cpu().numpy(), total.cpu().numpy(), processed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +77,10 @@ class Branch:
 class Recorder:
     """Emitted positions of one request, in order."""
 
-    _ids: list[NDArray[np.int32]] = field(default_factory=list)
-    _logprobs: list[NDArray[np.float16]] = field(default_factory=list)
-    _tail: list[NDArray[np.float32]] = field(default_factory=list)
-    _processed: list[NDArray[np.float16]] = field(default_factory=list)
+    _emitted: list[tuple[TargetTopK, slice]] = field(default_factory=list)
     _draft_ids: list[int] = field(default_factory=list)
     _accepted: list[int] = field(default_factory=list)
-    _draft_logprobs: list[float] = field(default_factory=list)
+    _draft_probs: list[float] = field(default_factory=list)
     _branches: list[Branch] = field(default_factory=list)
 
     def add(
@@ -108,22 +103,17 @@ class Recorder:
             behind: the positions that follow the drafted tokens from the first rejected one on;
                 None or empty records no branch.
         """
-        self._ids.append(log.top_ids[at])
-        self._logprobs.append(log.top_logprobs[at])
-        self._tail.append(log.tail_mass[at])
-        if log.processed is not None:
-            self._processed.append(log.processed[at])
+        self._emitted.append((log, at))
         if behind is not None and behind.stop > behind.start:
             self._branches.append(
                 Branch(len(self._draft_ids) + num_accepted, drafts[num_accepted:], log, behind)
             )
-        for position in range(num_accepted + 1):
-            drafted = position < len(drafts)
-            self._draft_ids.append(drafts[position] if drafted else -1)
-            self._accepted.append(int(position < num_accepted) if drafted else -1)
-            self._draft_logprobs.append(
-                float(np.log(max(draft_probs[position], 1e-7))) if drafted else float("nan")
-            )
+        emitted, drafted = num_accepted + 1, min(num_accepted + 1, len(drafts))
+        undrafted = emitted - drafted
+        self._draft_ids += drafts[:emitted] + [-1] * undrafted
+        self._draft_probs += draft_probs[:emitted] + [math.nan] * undrafted
+        accepted = min(num_accepted, drafted)
+        self._accepted += [1] * accepted + [0] * (drafted - accepted) + [-1] * undrafted
 
     def finish(
         self,
@@ -147,8 +137,10 @@ class Recorder:
         count = len(output)
         sampling = request.sampling
         processed = None
-        if self._processed and not sampling.greedy and not request.grammar:
-            processed = np.concatenate(self._processed)[:count]
+        if not sampling.greedy and not request.grammar:
+            processed = _processed(self._emitted, count)
+        top_ids, top_logprobs, tail_mass = _distributions(self._emitted)
+        draft_probs = np.maximum(self._draft_probs[:count], _MIN_DRAFT_PROB)
         return ReplayRecord(
             request_id=request.request_id,
             topic=request.topic,
@@ -160,17 +152,34 @@ class Recorder:
             top_k=sampling.top_k,
             prompt_token_ids=np.asarray(request.prompt_token_ids, dtype=np.int32),
             output_token_ids=np.asarray(output, dtype=np.int32),
-            target_top_ids=np.concatenate(self._ids)[:count],
-            target_top_logprobs=np.concatenate(self._logprobs)[:count],
-            target_tail_mass=np.concatenate(self._tail)[:count],
+            target_top_ids=top_ids[:count],
+            target_top_logprobs=top_logprobs[:count],
+            target_tail_mass=tail_mass[:count],
             draft_token_ids=np.asarray(self._draft_ids[:count], dtype=np.int32),
             accepted=np.asarray(self._accepted[:count], dtype=np.int8),
-            draft_logprobs=np.asarray(self._draft_logprobs[:count], dtype=np.float16),
+            draft_logprobs=np.log(draft_probs).astype(np.float16),
             processed_top_probs=processed,
             hidden=None if hidden is None else _bfloat16_bits(hidden),
             hidden_start=hidden_start,
             **stack_branches([b for b in self._branches if b.position < count]),
         )
+
+
+def _distributions(
+    logs: Sequence[tuple[TargetTopK, slice]],
+) -> tuple[NDArray[np.int32], NDArray[np.float16], NDArray[np.float32]]:
+    """Top ids, their log-probabilities, and the mass of all other tokens, of logged positions."""
+    ids = np.concatenate([log.ids[at] for log, at in logs]).astype(np.int32)
+    top = np.concatenate([log.logits[at] for log, at in logs])
+    logprobs = top - np.concatenate([log.logsumexp[at] for log, at in logs])[:, None]
+    tail = np.maximum(1.0 - np.exp(logprobs).sum(-1), 0.0)
+    return ids, logprobs.astype(np.float16), tail.astype(np.float32)
+
+
+def _processed(logs: Sequence[tuple[TargetTopK, slice]], count: int) -> NDArray[np.float16] | None:
+    """Processed probabilities of the first positions; None if there are none."""
+    found = [log.processed[at] for log, at in logs if log.processed is not None]
+    return np.concatenate(found)[:count].astype(np.float16) if found else None
 
 
 def _bfloat16_bits(hidden: Tensor) -> NDArray[np.uint16]:
@@ -193,21 +202,23 @@ def stack_branches(branches: Sequence[Branch]) -> BranchArrays:
     """Return the ``branch_*`` arrays of a record; empty without branches."""
     if not branches:
         return {}
+    top_ids, top_logprobs, tail_mass = _distributions([(b.log, b.at) for b in branches])
     return {
         "branch_positions": np.array([b.position for b in branches], dtype=np.int32),
         "branch_lengths": np.array([len(b.tokens) for b in branches], dtype=np.int32),
         "branch_token_ids": np.array([t for b in branches for t in b.tokens], dtype=np.int32),
-        "branch_top_ids": np.concatenate([b.log.top_ids[b.at] for b in branches]),
-        "branch_top_logprobs": np.concatenate([b.log.top_logprobs[b.at] for b in branches]),
-        "branch_tail_mass": np.concatenate([b.log.tail_mass[b.at] for b in branches]),
+        "branch_top_ids": top_ids,
+        "branch_top_logprobs": top_logprobs,
+        "branch_tail_mass": tail_mass,
     }
 
 
 class RecordBuffer:
     """Reduces the logits of several rounds at a time and passes them to the recorders.
 
-    A round at batch 1 has a handful of positions, and their reduction a dozen small operations;
-    so logits are kept until there are enough of them, or a request ends.
+    A round at batch 1 has a handful of positions; behind a forward, Python that is not in the
+    processor's caches takes longer than their reduction. So logits are kept until there are enough
+    of them, or a request ends.
     """
 
     def __init__(self, size: int, *, branches: bool = False) -> None:
@@ -262,7 +273,7 @@ class RecordBuffer:
             return
         logits, probs, pending = self._logits, self._probs, self._pending
         self._logits, self._probs, self._pending, self._num_pending = [], [], [], 0
-        log = target_top_k(torch.cat(logits), torch.cat(probs) if probs else None, self._size)
+        log = target_top_k(logits, probs, self._size)
         start = 0
         for recorder, drafts, draft_probs, accepted, logged in pending:
             emitted, end = start + accepted + 1, start + logged

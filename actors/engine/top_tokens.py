@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -66,11 +67,26 @@ def top_logits(logits: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         float32 values and int64 ids ``[..., K]``; float32 logsumexp ``[...]``.
     """
-    size = min(size, logits.shape[-1])
-    kernels = kernels_for(logits.device, logits.dtype)
+    shape = logits.shape[:-1]
+    top, ids, total = top_logits_of([logits.flatten(0, -2)], size)
+    return top.view(*shape, -1), ids.view(*shape, -1), total.view(shape)
+
+
+def top_logits_of(parts: Sequence[Tensor], size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the K largest logits, descending, of tensors ``[m, V]`` that are M rows together.
+
+    Args:
+        parts: float, at least one, all of a dtype; kernels read them where they are.
+        size: K, reduced to V if larger.
+
+    Returns:
+        float32 values and int64 ids ``[M, K]``; float32 logsumexp ``[M]``.
+    """
+    size = min(size, parts[0].shape[-1])
+    kernels = kernels_for(parts[0].device, parts[0].dtype)
     if kernels is not None:
-        return kernels.top_k(logits, size)
-    scores = logits.float()
+        return kernels.top_k(parts, size)
+    scores = torch.cat(list(parts)).float()
     values, ids = scores.topk(size, dim=-1)
     return values, ids, scores.logsumexp(dim=-1)
 

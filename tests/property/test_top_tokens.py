@@ -16,6 +16,7 @@ from paceline.actors.engine.top_tokens import (
     most_probable,
     most_probable_into,
     top_logits,
+    top_logits_of,
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -24,7 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 @st.composite
 def logits(draw: st.DrawFn, rows: int, steps: int) -> Tensor:
     """``[rows, steps, V]`` with many equal entries, and a forbidden token now and then."""
-    vocab = draw(st.integers(1, 200))
+    vocab = draw(st.integers(1, 200) | st.integers(2_000, 3_000))
     seed = draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, steps, vocab, generator=generator) * draw(
@@ -61,6 +62,9 @@ def test_top_logits_are_ordered_and_sum_over_all(values: Tensor, size: int) -> N
     assert torch.equal(values.float().gather(-1, ids), top)
     assert all(len(set(row.tolist())) == len(row) for row in ids.flatten(0, 1))
     assert torch.allclose(total.double(), values.double().logsumexp(-1), rtol=1e-6, atol=1e-6)
+    parts = top_logits_of([values[2], values[:2, 0]], size)
+    for part, whole in zip(parts, (top, ids, total), strict=True):
+        assert torch.equal(part, whole[[2, 0, 1], 0])
 
 
 @settings(deadline=None)
@@ -97,7 +101,7 @@ def test_torch_without_kernels_gives_the_same(dtype: torch.dtype) -> None:
     with patch.object(top_tokens, "kernels_for", lambda *_: None):
         others, other_probs = torch.empty_like(ids), torch.empty_like(probs)
         most_probable_into(values, others, other_probs)
-        other_top = top_logits(values, 20)
+        other_top = top_logits_of([values[:2], values[2:]], 20)
 
     assert torch.equal(others, ids)
     assert torch.allclose(other_probs, probs, rtol=1e-5)

@@ -70,11 +70,11 @@ extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
   extern "C" bool have_distributions_##NAME(const void* logits, int64_t n, int64_t size) {     \
     return have_distributions(static_cast<const T*>(logits), n, size);                         \
   }                                                                                            \
-  extern "C" void top_k_##NAME(const void* logits, int64_t n, int64_t size, int64_t k,         \
+  extern "C" void top_k_##NAME(const void* const* rows, int64_t n, int64_t size, int64_t k,    \
                                int64_t threads, int64_t* ids, float* values,                   \
                                float* logsumexp) {                                             \
     each(n, threads, [&](int64_t i) {                                                          \
-      top_k(static_cast<const T*>(logits) + i * size, size, k, ids + i * k, values + i * k,    \
+      top_k(static_cast<const T*>(rows[i]), size, k, ids + i * k, values + i * k,              \
             logsumexp + i);                                                                    \
     });                                                                                        \
   }                                                                                            \

@@ -313,7 +313,7 @@ class Kernels:
         self._have_distributions.argtypes = [pointer, size, size]
         self._have_distributions.restype = ctypes.c_bool
         self._top_k = library[f"top_k_{NAMES[dtype]}"]
-        self._top_k.argtypes = [pointer, *[size] * 4, pointer, pointer, pointer]
+        self._top_k.argtypes = [ctypes.POINTER(pointer), *[size] * 4, pointer, pointer, pointer]
         self._accept = library[f"accept_{NAMES[dtype]}"]
         self._accept.argtypes = [pointer, size, size, size, *[pointer] * 4]
         self._packed_size = library[f"packed_size_{NAMES[dtype]}"]
@@ -546,24 +546,26 @@ class Kernels:
             None if probs is None else probs.data_ptr(),
         )
 
-    def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    def top_k(self, parts: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the k largest entries along the last axis, descending.
 
         Args:
-            logits: ``[..., V]``.
+            parts: ``[m, V]`` each, M rows in all.
             k: at most V.
 
         Returns:
-            float32 values and int64 indices ``[..., k]``, float32 logsumexp ``[...]``.
+            float32 values and int64 indices ``[M, k]``, float32 logsumexp ``[M]``.
         """
-        logits = logits.contiguous()
-        shape = logits.shape[:-1]
-        ids = torch.empty(*shape, k, dtype=torch.int64)
-        values, logsumexp = torch.empty(*shape, k), torch.empty(shape)
+        parts = [part.contiguous() for part in parts]  # keeps copies alive
+        vocab = parts[0].shape[-1]
+        width = vocab * parts[0].element_size()
+        rows = [part.data_ptr() + i * width for part in parts for i in range(len(part))]
+        ids = torch.empty(len(rows), k, dtype=torch.int64)
+        values, logsumexp = torch.empty(len(rows), k), torch.empty(len(rows))
         self._top_k(
-            logits.data_ptr(),
-            logsumexp.numel(),
-            logits.shape[-1],
+            (ctypes.c_void_p * len(rows))(*rows),
+            len(rows),
+            vocab,
             k,
             torch.get_num_threads(),
             ids.data_ptr(),

@@ -1,6 +1,9 @@
 // Selection of tokens from logits.
 #pragma once
 
+#include <functional>
+#include <vector>
+
 #include "numbers.h"
 
 namespace {
@@ -45,16 +48,30 @@ template <class T>
 void top_k(const T* logits, int64_t size, int64_t k, int64_t* ids, float* values,
            float* logsumexp) {
   constexpr int64_t block = 64;
-  int64_t held = 0;
-  for (int64_t start = 0; start < size; start += block) {
-    const int64_t end = std::min(size, start + block);
+  const int64_t blocks = (size + block - 1) / block;
+  // The k-th largest of the blocks' maxima bounds the k-th largest entry from below: few blocks
+  // are then looked at.
+  std::vector<float> maxima(blocks);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t end = std::min(size, (b + 1) * block);
     float largest = -std::numeric_limits<float>::infinity();
 #pragma omp simd reduction(max : largest)
-    for (int64_t i = start; i < end; ++i) largest = std::max(largest, widen(logits[i]));
-    if (held == k && !(largest > values[k - 1])) continue;
-    for (int64_t i = start; i < end; ++i) {
+    for (int64_t i = b * block; i < end; ++i) largest = std::max(largest, widen(logits[i]));
+    maxima[b] = largest;
+  }
+  float bound = -std::numeric_limits<float>::infinity();
+  if (blocks >= k) {
+    std::vector<float> sorted = maxima;
+    std::nth_element(sorted.begin(), sorted.begin() + k - 1, sorted.end(), std::greater<float>());
+    bound = sorted[k - 1];
+  }
+  int64_t held = 0;
+  for (int64_t b = 0; b < blocks; ++b) {
+    if (maxima[b] < bound || (held == k && !(maxima[b] > values[k - 1]))) continue;
+    const int64_t end = std::min(size, (b + 1) * block);
+    for (int64_t i = b * block; i < end; ++i) {
       const float value = widen(logits[i]);
-      if (held == k && !(value > values[k - 1])) continue;
+      if (value < bound || (held == k && !(value > values[k - 1]))) continue;
       int64_t at = held < k ? held++ : k - 1;
       for (; at > 0 && values[at - 1] < value; --at) {
         values[at] = values[at - 1];

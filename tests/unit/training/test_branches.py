@@ -86,7 +86,7 @@ def test_an_answer_that_ends_early_has_no_branch_beyond_its_end(
 ) -> None:
     recorder, rounds = Recorder(), [([5, 6, 7], 1), ([8], 1), ([9, 3], 0)]
     for drafts, accepted in rounds:
-        log = target_top_k(torch.randn(len(drafts) + 1, 50), None, 4)
+        log = target_top_k([torch.randn(len(drafts) + 1, 50)], [], 4)
         end = len(drafts) + 1
         at, behind = slice(0, accepted + 1), slice(accepted + 1, end)
         recorder.add(log, at, drafts, [0.5] * len(drafts), accepted, behind)
