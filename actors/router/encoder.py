@@ -26,7 +26,9 @@ _CHARACTERS_PER_TOKEN = 16  # upper bound for usual texts
 
 
 class TextEncoder:
-    """Features of a text's first tokens, by tokenizer and encoder.
+    """Features of a text's first and last tokens, by tokenizer and encoder.
+
+    What is asked for is said at the start or the end of a long prompt.
 
     Attributes:
         size: number of features F.
@@ -39,7 +41,8 @@ class TextEncoder:
             folder: of the tokenizer.
             bert: in float32 on the CPU; not needed afterwards.
             pooling: ``mean`` reads texts with the tokenizer's special tokens, as such models do.
-            max_tokens: longer texts are truncated, to the model's positions at most.
+            max_tokens: of a longer text so many are read, half of them its last; at most the
+                model's positions.
         """
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self._special = pooling == "mean"
@@ -50,12 +53,14 @@ class TextEncoder:
 
     def __call__(self, text: str) -> Tensor | None:
         """Float32 ``[F]``, None for an empty text."""
-        ids = self._tokenizer(
-            text[: self._max_tokens * _CHARACTERS_PER_TOKEN],
-            add_special_tokens=self._special,
-            truncation=True,
-            max_length=self._max_tokens,
-        )["input_ids"]
+        last = self._max_tokens // 2
+        first, characters = self._max_tokens - last, last * _CHARACTERS_PER_TOKEN
+        if len(text) > 2 * characters:
+            text = f"{text[:characters]} {text[-characters:]}"
+        read = self._tokenizer(text, add_special_tokens=self._special, verbose=False)
+        ids = read["input_ids"]
+        if len(ids) > self._max_tokens:
+            ids = ids[:first] + ids[len(ids) - last :]
         return None if len(ids) <= self._empty else self._encoder(torch.tensor(ids))
 
 

@@ -61,9 +61,15 @@ def test_prompts_like_the_topics_own_pass_what_the_model_asks_for(
             assert choose_topic(classifier.classify(text), TOPICS, needed) == topic
 
 
-def test_only_the_start_of_a_long_text_counts(classifier: TopicClassifier) -> None:
-    text = PROMPTS[4][0] + " and more" * 400
-    assert classifier.classify(text) == classifier.classify(text + " of it" * 100_000)
+def test_only_start_and_end_of_a_long_text_count(classifier: TopicClassifier) -> None:
+    def text(start: str, middle: int, end: str) -> str:
+        return start + " and more" * middle + end
+
+    start, end = PROMPTS[4][0], PROMPTS[6][0]
+    found = classifier.classify(text(start, 4_000, end))
+    assert classifier.classify(text(start, 100_000, end)) == found
+    assert classifier.classify(text("", 4_000, end)) != found
+    assert classifier.classify(text(start, 4_000, "")) != found
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
