@@ -69,7 +69,8 @@ def top_logits(logits: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     shape = logits.shape[:-1]
     top, ids, total = top_logits_of([logits.flatten(0, -2)], size)
-    return top.view(*shape, -1), ids.view(*shape, -1), total.view(shape)
+    wide = *shape, ids.shape[-1]
+    return top.view(wide), ids.view(wide), total.view(shape)
 
 
 def top_logits_of(parts: Sequence[Tensor], size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -62,6 +62,7 @@ def test_top_logits_are_ordered_and_sum_over_all(values: Tensor, size: int) -> N
     assert torch.equal(values.float().gather(-1, ids), top)
     assert all(len(set(row.tolist())) == len(row) for row in ids.flatten(0, 1))
     assert torch.allclose(total.double(), values.double().logsumexp(-1), rtol=1e-6, atol=1e-6)
+    assert [part.shape[0] for part in top_logits(values[:0], size)] == [0, 0, 0]
     parts = top_logits_of([values[2], values[:2, 0]], size)
     for part, whole in zip(parts, (top, ids, total), strict=True):
         assert torch.equal(part, whole[[2, 0, 1], 0])
