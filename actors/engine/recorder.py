@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.actors.engine.request import GenerationRequest
+from paceline.actors.engine.sampling import TargetProbs
 from paceline.actors.engine.top_tokens import top_logits_of
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.speculation.rejection_sampler import Proposal, RejectionSampleOutput
@@ -40,19 +41,19 @@ class TargetTopK:
 
 
 @torch.inference_mode()
-def target_top_k(logits: Sequence[Tensor], probs: Sequence[Tensor], size: int) -> TargetTopK:
+def target_top_k(logits: Sequence[Tensor], probs: Sequence[TargetProbs], size: int) -> TargetTopK:
     """Reduce the target's logits to the top K tokens.
 
     Args:
         logits: of consecutive positions, float ``[m, V]`` each, M in all.
-        probs: their processed distributions, float32; or none.
+        probs: their processed distributions; or none.
         size: K.
     """
     top, ids, total = top_logits_of(logits, size)
     processed = None
     if probs:
-        parts = zip(probs, torch.split(ids, [len(part) for part in probs]), strict=True)
-        processed = torch.cat([part.gather(-1, own) for part, own in parts]).cpu().numpy()
+        parts = zip(probs, torch.split(ids, [len(part) for part in logits]), strict=True)
+        processed = torch.cat([part.of(own) for part, own in parts]).cpu().numpy()
     return TargetTopK(ids.cpu().numpy(), top.cpu().numpy(), total.cpu().numpy(), processed)
 
 
@@ -226,7 +227,7 @@ class RecordBuffer:
         self._size = size
         self._branches = branches
         self._logits: list[Tensor] = []
-        self._probs: list[Tensor] = []
+        self._probs: list[TargetProbs] = []
         self._num_pending = 0  # logits that the views keep in memory
         self._pending: list[tuple[Recorder, list[int], list[float], int, int]] = []
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paceline.actors.engine.logits_processors import LogitsProcessors, make_logits_processors
 from paceline.actors.engine.request import SamplingParams, TokenLogprob
-from paceline.actors.engine.top_tokens import top_logits
+from paceline.actors.engine.top_tokens import top_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +23,12 @@ class SamplingBatch:
     Attributes:
         temperature: float32 ``[B]``, 1 for greedy rows.
         top_p: float32 ``[B]``.
-        top_k: int64 ``[B]``; V or more is off.
+        top_k: int64 ``[B]``; V or more is off. 1 for greedy rows.
         min_p: float32 ``[B]``.
         seeds: int64 ``[B]``, 0 without a seed.
         choices: int64 ``[B]``.
         greedy: bool ``[B]``.
+        filtered_rows: int64, indices of the greedy rows and of those with top_p, top_k or min_p.
         seeded_rows: int64, indices of the sampled rows with a seed.
         unseeded_rows: int64, indices of those without.
         logits_processors: None if no row has any.
@@ -38,6 +41,7 @@ class SamplingBatch:
     seeds: Tensor
     choices: Tensor
     greedy: Tensor
+    filtered_rows: Tensor
     seeded_rows: Tensor
     unseeded_rows: Tensor
     all_greedy: bool
@@ -45,6 +49,7 @@ class SamplingBatch:
     any_unseeded: bool
     all_unseeded: bool
     any_filter: bool
+    all_filtered: bool
     any_logprobs: bool
     logits_processors: LogitsProcessors | None
 
@@ -80,6 +85,8 @@ def make_sampling_batch(
 ) -> SamplingBatch:
     """Stack the parameters of B requests; the tensors must not be modified."""
     greedy = [p.greedy for p in params]
+    filtered = [p.greedy or p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0 for p in params]
+    top_k = [1 if p.greedy else min(p.top_k or _NO_LIMIT, _NO_LIMIT) for p in params]
 
     def sampled(own: SamplingParams, with_seed: bool) -> bool:
         return not own.greedy and (own.seed is not None) == with_seed
@@ -90,20 +97,20 @@ def make_sampling_batch(
     return SamplingBatch(
         temperature=tensor([1.0 if p.greedy else p.temperature for p in params], torch.float32),
         top_p=tensor([p.top_p for p in params], torch.float32),
-        top_k=tensor([min(p.top_k or _NO_LIMIT, _NO_LIMIT) for p in params], torch.int64),
+        top_k=tensor(top_k, torch.int64),
         min_p=tensor([p.min_p for p in params], torch.float32),
         seeds=tensor([_signed(p.seed or 0) for p in params], torch.int64),
         choices=tensor([p.choice for p in params], torch.int64),
         greedy=tensor(greedy, torch.bool),
+        filtered_rows=tensor([i for i, cut in enumerate(filtered) if cut], torch.int64),
         all_greedy=all(greedy),
         seeded_rows=tensor([i for i, p in enumerate(params) if sampled(p, True)], torch.int64),
         unseeded_rows=tensor([i for i, p in enumerate(params) if sampled(p, False)], torch.int64),
         any_seeded=any(sampled(p, True) for p in params),
         any_unseeded=any(sampled(p, False) for p in params),
         all_unseeded=all(sampled(p, False) for p in params),
-        any_filter=any(
-            not p.greedy and (p.top_p < 1.0 or p.top_k > 0 or p.min_p > 0.0) for p in params
-        ),
+        any_filter=any(filtered),
+        all_filtered=all(filtered),
         any_logprobs=any(p.logprobs is not None for p in params),
         logits_processors=make_logits_processors(params, torch.device(device)),
     )
@@ -139,52 +146,114 @@ def keep_mask(sorted_probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor)
     return within_k & within_p & likely
 
 
-def processed_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class TargetProbs:
+    """Distributions that rows sample from, over their K candidates.
+
+    Attributes:
+        probs: float32 ``[..., K]``, each sums to 1.
+        ids: int64 ``[..., K]``, their token ids, ascending; equal ones at the end are padding, of
+            probability 0. None if they are all tokens: K is V.
+    """
+
+    probs: Tensor
+    ids: Tensor | None = None
+
+    def __getitem__(self, index: Any) -> TargetProbs:
+        """Index the dimensions before the last."""
+        return TargetProbs(self.probs[index], None if self.ids is None else self.ids[index])
+
+    def tokens(self, columns: Tensor) -> Tensor:
+        """Token ids of candidates, int64 ``[...]``."""
+        if self.ids is None:
+            return columns
+        return self.ids.gather(-1, columns[..., None]).squeeze(-1)
+
+    def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the candidates that tokens ``[..., S]`` are, and if they are any, as bool."""
+        if self.ids is None:
+            return tokens, torch.ones_like(tokens, dtype=torch.bool)
+        columns = torch.searchsorted(self.ids.contiguous(), tokens.contiguous())
+        columns = columns.clamp_(max=self.ids.shape[-1] - 1)
+        return columns, self.ids.gather(-1, columns) == tokens
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Probabilities of tokens int64 ``[..., S]``."""
+        columns, found = self.find(tokens)
+        return self.probs.gather(-1, columns) * found
+
+    def dense(self, vocab: int) -> Tensor:
+        """Probabilities of all V tokens, float32 ``[..., V]``."""
+        if self.ids is None:
+            return self.probs
+        whole = self.probs.new_zeros(*self.probs.shape[:-1], vocab)
+        return whole.scatter_add_(-1, self.ids, self.probs)  # adds, for the padding
+
+
+def processed_probs(logits: Tensor, batch: SamplingBatch) -> TargetProbs:
     """Return the distribution that each row samples from.
+
+    Its bits do not depend on the other rows. If every row is filtered, what follows costs as the
+    tokens that they keep, not as the vocabulary.
 
     Args:
         logits: float ``[B, T, V]``, after :func:`process_logits`.
         batch: parameters of the B rows.
 
     Returns:
-        float32 ``[B, T, V]``, each row sums to 1. A greedy row gets its T = 1 distribution.
+        ``[B, T, K]``; a greedy row gets its most probable token.
     """
+    rows, steps, vocab = logits.shape
+    params = [batch.top_p, batch.top_k, batch.min_p, batch.temperature]
+    if batch.all_filtered:
+        repeated = [own.repeat_interleave(steps) for own in params]
+        kept = _filter(logits.flatten(0, 1), repeated)
+        ids = None if kept.ids is None else kept.ids.view(rows, steps, -1)
+        return TargetProbs(kept.probs.view(rows, steps, -1), ids)
     probs = torch.softmax(logits.float() / batch.temperature[:, None, None], dim=-1)
-    if not batch.any_filter:
-        return probs
-    # A row without a filter keeps its bits in every batch.
-    free = (batch.top_p >= 1.0) & (batch.top_k >= probs.shape[-1]) & (batch.min_p <= 0.0)
-    cut = ~(free | batch.greedy)[:, None].expand(logits.shape[:2])
-    rows, _ = cut.nonzero(as_tuple=True)
-    filters = [own[rows] for own in (batch.top_p, batch.top_k, batch.min_p)]
-    probs[cut] = _filter(probs[cut], filters)
-    return probs
+    if batch.any_filter:
+        cut = batch.filtered_rows
+        repeated = [own[cut].repeat_interleave(steps) for own in params]
+        filtered = _filter(logits[cut].flatten(0, 1), repeated).dense(vocab)
+        probs[cut] = filtered.view(-1, steps, vocab)
+    return TargetProbs(probs)
 
 
-def _filter(probs: Tensor, filters: Sequence[Tensor], sizes: Sequence[int] = _SIZES) -> Tensor:
-    """Keep and renormalise what :func:`keep_mask` keeps of distributions ``[N, V]``.
+def _filter(logits: Tensor, params: Sequence[Tensor], sizes: Sequence[int] = _SIZES) -> TargetProbs:
+    """Keep and renormalise what :func:`keep_mask` keeps of N distributions.
 
     That mostly lies in the first few entries, and sorting all takes as long as a forward: more
     entries are ordered for the rows alone that keep more.
 
     Args:
-        probs: float32 ``[N, V]``.
-        filters: ``top_p``, ``top_k`` and ``min_p``, ``[N]`` each.
+        logits: float ``[N, V]``.
+        params: ``top_p``, ``top_k``, ``min_p`` and ``temperature``, ``[N]`` each.
         sizes: how many entries to order, and then how many instead; all at last.
     """
-    vocab, top_k = probs.shape[-1], filters[1]
-    if sizes and sizes[0] < vocab:
-        ordered, order, _ = top_logits(probs, sizes[0])
-        known = top_k <= sizes[0]
-    else:
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        known = torch.ones_like(top_k, dtype=torch.bool)
+    vocab, (*filters, temperature) = logits.shape[-1], params
+    size = sizes[0] if sizes and sizes[0] < vocab else vocab
+    ordered, order = top_probs(logits, temperature, size)
     kept = ordered * keep_mask(ordered, *filters)
-    filtered = torch.zeros_like(probs).scatter_(-1, order, kept / kept.cumsum(-1)[..., -1:])
-    wide = ~known & ((kept[..., -1] > 0) | (top_k < vocab))
-    if bool(wide.any()):
-        filtered[wide] = _filter(probs[wide], [own[wide] for own in filters], sizes[1:])
-    return filtered
+    kept /= kept.cumsum(-1)[..., -1:]
+    if size == vocab:
+        return TargetProbs(torch.zeros_like(kept).scatter_(-1, order, kept))
+    # In the tokens' order a draw takes the same token from the candidates as from all tokens.
+    ids, places = order.sort(dim=-1)
+    found = TargetProbs(kept.gather(-1, places), ids)
+    top_k = filters[1]
+    wide = (top_k > size) & ((kept[..., -1] > 0) | (top_k < vocab))
+    if not bool(wide.any()):
+        return found
+    more = _filter(logits[wide], [own[wide] for own in params], sizes[1:])
+    if more.ids is None:
+        probs = found.dense(vocab)
+        probs[wide] = more.probs
+        return TargetProbs(probs)
+    padding = more.ids.shape[-1] - size
+    probs = functional.pad(found.probs, (0, padding))
+    ids = torch.cat([ids, ids[:, -1:].expand(-1, padding)], dim=-1)
+    probs[wide], ids[wide] = more.probs, more.ids
+    return TargetProbs(probs, ids)
 
 
 def draw(weights: Tensor, generator: torch.Generator) -> Tensor:

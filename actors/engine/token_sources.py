@@ -123,9 +123,9 @@ def _acceptance_probabilities(
     drafted = proposal.token_ids.shape[1]
     if sampled.probs is None or drafted == 0:
         return None
-    at = torch.tensor(rows, device=sampled.probs.device)
+    at = torch.tensor(rows, device=proposal.token_ids.device)
     tokens = proposal.token_ids[at]
-    p_draft = sampled.probs[at, :drafted].gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    p_draft = sampled.probs[at, :drafted].of(tokens.unsqueeze(-1)).squeeze(-1)
     inside = torch.arange(drafted, device=at.device) < proposal.num_drafted[at, None]
     q_draft = proposal.draft_probs[at].masked_fill(~inside, 1.0)
     found: list[list[float]] = acceptance_probability(p_draft.double(), q_draft.double()).tolist()

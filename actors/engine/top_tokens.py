@@ -92,6 +92,28 @@ def top_logits_of(parts: Sequence[Tensor], size: int) -> tuple[Tensor, Tensor, T
     return values, ids, scores.logsumexp(dim=-1)
 
 
+def top_probs(logits: Tensor, temperature: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the K largest entries of ``softmax(logits / temperature)``, descending.
+
+    Args:
+        logits: float ``[N, V]``.
+        temperature: float32 ``[N]``.
+        size: K, reduced to V if larger; V sorts, which takes as long as a forward.
+
+    Returns:
+        float32 probabilities and int64 ids ``[N, K]``.
+    """
+    kernels = kernels_for(logits.device, logits.dtype)
+    if kernels is not None and size < logits.shape[-1]:
+        return kernels.top_probs(logits, temperature, size)
+    scores = logits.float()
+    if size < logits.shape[-1]:
+        ids = scores.topk(size, dim=-1).indices
+    else:
+        ids = scores.argsort(dim=-1, descending=True, stable=True)
+    return torch.softmax(scores / temperature[:, None], dim=-1).gather(-1, ids), ids
+
+
 def accept_greedy(logits: Tensor, drafts: Tensor, num_drafted: Tensor) -> tuple[Tensor, Tensor]:
     """Verify B rows greedily: a draft token is accepted if it is the most probable one.
 

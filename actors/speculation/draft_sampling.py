@@ -32,8 +32,7 @@ def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tens
     top, ids, total = top_logits(logits, size)
     probs = torch.softmax((top - top[:, :1]) / batch.temperature[:, None], dim=-1)
     if batch.any_filter:
-        kept = keep_mask(probs, batch.top_p, batch.top_k, batch.min_p)
-        probs = probs * (kept | batch.greedy[:, None])
+        probs = probs * keep_mask(probs, batch.top_p, batch.top_k, batch.min_p)
         probs = probs / probs.sum(-1, keepdim=True)
     return ids, probs, (top - total[:, None]).exp()
 

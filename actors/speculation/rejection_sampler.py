@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.actors.engine.gumbel import gumbel, stream_key
 from paceline.actors.engine.logits_processors import TokenCounts, TokenMasks, process_logits
-from paceline.actors.engine.sampling import SamplingBatch, draw, processed_probs
+from paceline.actors.engine.sampling import SamplingBatch, TargetProbs, draw, processed_probs
 from paceline.actors.engine.top_tokens import (
     accept_greedy,
     have_distributions,
@@ -206,13 +206,12 @@ class RejectionSampleOutput:
         num_accepted: int64 ``[B]``.
         final_tokens: int64 ``[B]``: the recovered token, or the bonus token if every draft token
             was accepted.
-        probs: float32 ``[B, k + 1, V]``, the processed target distribution; None if every row is
-            greedy.
+        probs: ``[B, k + 1, K]``, the processed target distribution; None if every row is greedy.
     """
 
     num_accepted: Tensor
     final_tokens: Tensor
-    probs: Tensor | None
+    probs: TargetProbs | None
 
 
 def acceptance_probability(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
@@ -231,12 +230,12 @@ def residual(target_probs: Tensor, support_ids: Tensor, support_probs: Tensor) -
     exact arithmetic; p is returned so that rounding cannot draw a token outside of it.
 
     Args:
-        target_probs: float32 ``[R, V]``.
-        support_ids: int64 ``[R, S]``.
+        target_probs: float32 ``[R, K]``.
+        support_ids: int64 ``[R, S]``, indices of the K.
         support_probs: float32 ``[R, S]``.
 
     Returns:
-        float32 ``[R, V]``.
+        float32 ``[R, K]``.
     """
     difference = target_probs.scatter_add(-1, support_ids, -support_probs).clamp_(min=0.0)
     empty = difference.sum(-1, keepdim=True) <= 0.0
@@ -244,7 +243,7 @@ def residual(target_probs: Tensor, support_ids: Tensor, support_probs: Tensor) -
 
 
 def _deterministic_tokens(
-    logits: Tensor, probs: Tensor, batch: SamplingBatch, output_positions: Tensor
+    logits: Tensor, probs: TargetProbs, batch: SamplingBatch, output_positions: Tensor
 ) -> Tensor:
     """The target's token at every position of greedy and seeded rows, int64 ``[B, T]``."""
     tokens = most_probable(logits)
@@ -254,24 +253,26 @@ def _deterministic_tokens(
     steps, vocab = logits.shape[1:]
     positions = output_positions[rows, None] + torch.arange(steps, device=logits.device)
     keys = stream_key(batch.seeds[rows, None], positions, batch.choices[rows, None])
-    noise = gumbel(keys, torch.arange(vocab, device=logits.device))
-    tokens[rows] = (probs[rows].double().log() + noise).argmax(dim=-1)
+    own = probs[rows]
+    ids = torch.arange(vocab, device=logits.device) if own.ids is None else own.ids
+    scores = own.probs.double().log() + gumbel(keys, ids)
+    tokens[rows] = own.tokens(scores.argmax(dim=-1))
     return tokens
 
 
 def _sample_unseeded(
-    probs: Tensor, proposal: Proposal, generator: torch.Generator
+    probs: TargetProbs, proposal: Proposal, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Speculative sampling of R unseeded rows: accepted counts and final tokens, ``[R]`` each."""
     rows, drafted = proposal.token_ids.shape
-    index = torch.arange(rows, device=probs.device)
+    device = proposal.token_ids.device
+    index = torch.arange(rows, device=device)
     if drafted == 0:
-        return torch.zeros_like(index), draw(probs[:, 0], generator)
-    p_draft = probs[:, :drafted].gather(-1, proposal.token_ids.unsqueeze(-1)).squeeze(-1)
-    uniform = torch.rand(
-        (rows, drafted), generator=generator, device=probs.device, dtype=torch.float64
-    )
-    inside = torch.arange(drafted, device=probs.device) < proposal.num_drafted[:, None]
+        at = probs[:, 0]
+        return torch.zeros_like(index), at.tokens(draw(at.probs, generator))
+    p_draft = probs[:, :drafted].of(proposal.token_ids.unsqueeze(-1)).squeeze(-1)
+    uniform = torch.rand((rows, drafted), generator=generator, device=device, dtype=torch.float64)
+    inside = torch.arange(drafted, device=device) < proposal.num_drafted[:, None]
     # q = 0 cannot be drafted; padding must not divide by it.
     q_draft = proposal.draft_probs.masked_fill(~inside, 1.0)
     accepted = inside & (uniform < acceptance_probability(p_draft.double(), q_draft.double()))
@@ -279,9 +280,11 @@ def _sample_unseeded(
     at = probs[index, num_accepted]
     rejected = num_accepted < proposal.num_drafted
     last = num_accepted.clamp(max=drafted - 1)
-    recovered = residual(at, proposal.support_ids[index, last], proposal.support_probs[index, last])
-    weights = torch.where(rejected[:, None], recovered, at)
-    return num_accepted, draw(weights, generator)
+    # A draft token that is no candidate has p = 0, and leaves no residual.
+    columns, found = at.find(proposal.support_ids[index, last])
+    recovered = residual(at.probs, columns, proposal.support_probs[index, last] * found)
+    weights = torch.where(rejected[:, None], recovered, at.probs)
+    return num_accepted, at.tokens(draw(weights, generator))
 
 
 def rejection_sample(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,15 @@ from torch import Tensor
 
 from paceline.actors.engine.gumbel import gumbel, stream_key
 from paceline.actors.engine.request import SamplingParams
-from paceline.actors.engine.sampling import draw, make_sampling_batch
+from paceline.actors.engine.sampling import (
+    TargetProbs,
+    draw,
+    make_sampling_batch,
+    processed_probs,
+)
 from paceline.actors.speculation.rejection_sampler import (
     Proposal,
+    _sample_unseeded,
     acceptance_probability,
     rejection_sample,
     residual,
@@ -152,6 +160,117 @@ def test_vectorised_rejection_sampling_keeps_the_distribution(
         assert acceptance > alpha / (2 - alpha) - 0.01
     else:
         assert acceptance == pytest.approx(alpha, abs=0.01)
+
+
+FILTERS = st.sampled_from(
+    [
+        {"top_p": 0.9, "temperature": 0.2},
+        {"top_k": 5},
+        {"top_k": 3, "top_p": 0.5},
+        {"min_p": 0.3},
+        {"top_k": 300},
+        {"top_p": 0.95},
+        {"top_p": 0.0},
+    ]
+)
+
+
+def _drafted(logits: Tensor, size: int, seed: int) -> Proposal:
+    """Tokens of a draft that is somewhat like the target, some of them outside what it keeps."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, steps, _ = logits.shape
+    other = logits + torch.randn(logits.shape, generator=generator)
+    probs, ids = torch.softmax(other[:, :-1], -1).topk(size)
+    probs = probs / probs.sum(-1, keepdim=True)
+    tokens = ids.gather(-1, draw(probs, generator)[..., None]).squeeze(-1)
+    counts = torch.randint(0, steps, (rows,), generator=generator)
+    own = probs * (ids == tokens[..., None])
+    return Proposal(tokens, counts, own.sum(-1), ids, probs)
+
+
+@given(st.lists(FILTERS, min_size=1, max_size=6), st.integers(0, 2**31), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_candidates_are_accepted_and_drawn_as_if_all_tokens_were(
+    filters: list[dict[str, Any]], seed: int, k: int
+) -> None:
+    """To the last bit: the same random numbers give the same tokens, and rows keep their width."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, vocab = 4 * len(filters), 1500
+    spread = torch.tensor([0.0, 1.0, 3.0, 8.0]).repeat(len(filters))[:, None, None]
+    logits = (torch.randn(rows, k + 1, vocab, generator=generator) * spread * 4).round() / 4
+    params = [SamplingParams(9, **own) for own in filters for _ in range(4)]
+    batch = make_sampling_batch(params, "cpu")
+    proposal = _drafted(logits, 6, seed) if k else Proposal.empty(rows, logits.device)
+    kept = processed_probs(logits, batch)
+    whole = TargetProbs(kept.dense(vocab))
+    found, expected = (
+        _sample_unseeded(probs, proposal, torch.Generator().manual_seed(seed))
+        for probs in (kept, whole)
+    )
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+    seeded = [replace(own, seed=seed + i) for i, own in enumerate(params)]
+    positions = torch.arange(rows)
+    crowd = rejection_sample(
+        logits, proposal, make_sampling_batch(seeded, "cpu"), positions, generator
+    )
+    free = [SamplingParams(9), *seeded]  # beside it all tokens are candidates
+    sampled = rejection_sample(
+        torch.cat([logits[:1], logits]),
+        proposal.scatter(range(1, rows + 1), rows + 1),
+        make_sampling_batch(free, "cpu"),
+        torch.cat([positions[:1], positions]),
+        generator,
+    )
+    assert torch.equal(sampled.num_accepted[1:], crowd.num_accepted)
+    assert torch.equal(sampled.final_tokens[1:], crowd.final_tokens)
+    for i in range(rows):
+        alone = rejection_sample(
+            logits[i : i + 1],
+            Proposal.empty(1, logits.device),
+            make_sampling_batch(seeded[i : i + 1], "cpu"),
+            positions[i : i + 1],
+            generator,
+        )
+        first = proposal.token_ids[i, 0] if crowd.num_accepted[i] else crowd.final_tokens[i]
+        assert int(alone.final_tokens[0]) == int(first)
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["unseeded", "seeded"])
+def test_few_candidates_of_many_tokens_keep_the_distribution(seeded: bool) -> None:
+    """5 of 200 tokens, the last two kept of four equal ones; the draft also draws others."""
+    rows, vocab = 20_000, 200
+    target = torch.full((vocab,), -2.0)
+    target[[150, 20, 90, 3, 120, 60, 199]] = torch.tensor([3.0, 2.5, 2.0, 1.0, 1.0, 1.0, 1.0])
+    params = [SamplingParams(9, top_k=5, seed=i if seeded else None) for i in range(rows)]
+    kept = [150, 20, 90, 3, 60]
+    distribution = torch.zeros(vocab)
+    distribution[kept] = torch.softmax(target[kept], -1)
+    generator = torch.Generator().manual_seed(11)
+    ids = torch.tensor([199, 150, 20, 0])
+    q = torch.tensor([0.3, 0.2, 0.4, 0.1])
+    tokens = ids[draw(q.expand(rows, 1, 4), generator)]
+    proposal = Proposal(
+        tokens,
+        torch.ones(rows, dtype=torch.int64),
+        torch.ones(rows, 1),
+        ids.expand(rows, 1, 4),
+        q.expand(rows, 1, 4),
+    )
+    sampled = rejection_sample(
+        target.expand(rows, 2, vocab),
+        proposal,
+        make_sampling_batch(params, "cpu"),
+        torch.zeros(rows, dtype=torch.int64),
+        generator,
+    )
+    assert sampled.probs is not None
+    assert sampled.probs.probs.shape == (rows, 2, 64)
+    first = torch.where(sampled.num_accepted > 0, tokens[:, 0], sampled.final_tokens)
+    assert _chi_square(torch.bincount(first, minlength=vocab), distribution) > 1e-3
+    bonus = sampled.final_tokens[sampled.num_accepted > 0]
+    assert _chi_square(torch.bincount(bonus, minlength=vocab), distribution) > 1e-3
 
 
 @given(st.integers(-(2**70), 2**70), st.integers(0, 5000))

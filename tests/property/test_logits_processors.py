@@ -114,7 +114,7 @@ def block_distributions(
     if params.greedy:
         probs = torch.nn.functional.one_hot(processed.argmax(-1), VOCAB).double()
     else:
-        probs = processed_probs(processed, batch).double()
+        probs = processed_probs(processed, batch).dense(VOCAB).double()
     return dict(zip(PATHS, probs[1:], strict=True))
 
 

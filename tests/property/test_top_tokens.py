@@ -17,6 +17,7 @@ from paceline.actors.engine.top_tokens import (
     most_probable_into,
     top_logits,
     top_logits_of,
+    top_probs,
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -66,6 +67,21 @@ def test_top_logits_are_ordered_and_sum_over_all(values: Tensor, size: int) -> N
     parts = top_logits_of([values[2], values[:2, 0]], size)
     for part, whole in zip(parts, (top, ids, total), strict=True):
         assert torch.equal(part, whole[[2, 0, 1], 0])
+
+
+@settings(deadline=None)
+@given(logits(3, 1), st.sampled_from([0.05, 0.2, 1.0, 1.7]), st.integers(1, 80))
+def test_top_probs_are_the_softmax_at_a_temperature(
+    values: Tensor, temperature: float, size: int
+) -> None:
+    values = values[:, 0]
+    probs, ids = top_probs(values, torch.tensor([temperature, 1.0, temperature]), size)
+
+    scaled = values.double() / torch.tensor([temperature, 1.0, temperature]).double()[:, None]
+    whole, size = scaled.softmax(-1), min(size, values.shape[-1])
+    assert torch.allclose(probs.double(), whole.gather(-1, ids), rtol=4e-6, atol=1e-37)
+    assert torch.equal(ids, scaled.sort(dim=-1, descending=True, stable=True).indices[:, :size])
+    assert torch.equal(probs[values.gather(-1, ids) == -torch.inf].sum(), torch.tensor(0.0))
 
 
 @settings(deadline=None)

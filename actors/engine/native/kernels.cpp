@@ -78,6 +78,14 @@ extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
             logsumexp + i);                                                                    \
     });                                                                                        \
   }                                                                                            \
+  extern "C" void top_probs_##NAME(const void* const* rows, int64_t n, int64_t size, int64_t k, \
+                                   int64_t threads, const float* temperatures, int64_t* ids,   \
+                                   float* probs) {                                             \
+    each(n, threads, [&](int64_t i) {                                                          \
+      top_probs(static_cast<const T*>(rows[i]), size, k, temperatures[i], ids + i * k,         \
+                probs + i * k);                                                                \
+    });                                                                                        \
+  }                                                                                            \
   extern "C" void accept_##NAME(const void* logits, int64_t batch, int64_t k, int64_t vocab,   \
                                 const int64_t* drafts, const int64_t* drafted,                 \
                                 int64_t* accepted, int64_t* final_tokens) {                    \

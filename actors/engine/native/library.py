@@ -280,6 +280,12 @@ def _pointers(plans: Sequence[LayerPlan] | Sequence[EaglePlan]) -> Any:
     return (ctypes.c_void_p * len(plans))(*(ctypes.addressof(own.struct) for own in plans))
 
 
+def _rows_of(parts: Sequence[Tensor]) -> Any:
+    width = parts[0].shape[-1] * parts[0].element_size()
+    rows = [part.data_ptr() + i * width for part in parts for i in range(len(part))]
+    return (ctypes.c_void_p * len(rows))(*rows)
+
+
 def _paged(cache: Tensor, tables: Tensor, rows: Tensor, positions: Tensor) -> tuple[int, ...]:
     """The kernels' arguments; the caller must hold the tensors."""
     return (
@@ -314,6 +320,8 @@ class Kernels:
         self._have_distributions.restype = ctypes.c_bool
         self._top_k = library[f"top_k_{NAMES[dtype]}"]
         self._top_k.argtypes = [ctypes.POINTER(pointer), *[size] * 4, pointer, pointer, pointer]
+        self._top_probs = library[f"top_probs_{NAMES[dtype]}"]
+        self._top_probs.argtypes = [ctypes.POINTER(pointer), *[size] * 4, *[pointer] * 3]
         self._accept = library[f"accept_{NAMES[dtype]}"]
         self._accept.argtypes = [pointer, size, size, size, *[pointer] * 4]
         self._packed_size = library[f"packed_size_{NAMES[dtype]}"]
@@ -324,7 +332,7 @@ class Kernels:
         self._multiply = library[f"multiply_{NAMES[dtype]}"]
         self._multiply.argtypes = [pointer, ctypes.POINTER(_Weight), size, size, pointer]
         layers = (self._add_norm, self._forward, self._rollout, self._pack, self._multiply)
-        for function in (*layers, self._top_one, self._top_k, self._accept):
+        for function in (*layers, self._top_one, self._top_k, self._top_probs, self._accept):
             function.restype = None
         self._reads_codes = dtype is torch.bfloat16
         self._codes_size, self._pack_codes = library.packed_codes_size, library.pack_weight_codes
@@ -557,15 +565,13 @@ class Kernels:
             float32 values and int64 indices ``[M, k]``, float32 logsumexp ``[M]``.
         """
         parts = [part.contiguous() for part in parts]  # keeps copies alive
-        vocab = parts[0].shape[-1]
-        width = vocab * parts[0].element_size()
-        rows = [part.data_ptr() + i * width for part in parts for i in range(len(part))]
+        rows = _rows_of(parts)
         ids = torch.empty(len(rows), k, dtype=torch.int64)
         values, logsumexp = torch.empty(len(rows), k), torch.empty(len(rows))
         self._top_k(
-            (ctypes.c_void_p * len(rows))(*rows),
+            rows,
             len(rows),
-            vocab,
+            parts[0].shape[-1],
             k,
             torch.get_num_threads(),
             ids.data_ptr(),
@@ -573,6 +579,33 @@ class Kernels:
             logsumexp.data_ptr(),
         )
         return values, ids, logsumexp
+
+    def top_probs(self, logits: Tensor, temperature: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k largest entries of ``softmax(logits / temperature)``, descending.
+
+        Args:
+            logits: ``[N, V]``.
+            temperature: float32 ``[N]``.
+            k: at most V.
+
+        Returns:
+            float32 probabilities and int64 indices ``[N, k]``.
+        """
+        logits, temperature = logits.contiguous(), temperature.contiguous()
+        rows = _rows_of([logits])
+        ids = torch.empty(len(rows), k, dtype=torch.int64)
+        probs = torch.empty(len(rows), k)
+        self._top_probs(
+            rows,
+            len(rows),
+            logits.shape[-1],
+            k,
+            torch.get_num_threads(),
+            temperature.data_ptr(),
+            ids.data_ptr(),
+            probs.data_ptr(),
+        )
+        return probs, ids
 
     def accept(self, logits: Tensor, drafts: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
         """Verify greedily: count the accepted draft tokens, and return the target's next token.

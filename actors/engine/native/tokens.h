@@ -43,10 +43,9 @@ bool have_distributions(const T* logits, int64_t n, int64_t size) {
   return true;
 }
 
-// Finds the k largest entries of a row, descending, equal ones in order, and its logsumexp.
+// Finds the k largest entries of a row, descending, equal ones in order.
 template <class T>
-void top_k(const T* logits, int64_t size, int64_t k, int64_t* ids, float* values,
-           float* logsumexp) {
+void select(const T* logits, int64_t size, int64_t k, int64_t* ids, float* values) {
   constexpr int64_t block = 64;
   const int64_t blocks = (size + block - 1) / block;
   // The k-th largest of the blocks' maxima bounds the k-th largest entry from below: few blocks
@@ -81,10 +80,33 @@ void top_k(const T* logits, int64_t size, int64_t k, int64_t* ids, float* values
       ids[at] = i;
     }
   }
-  float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-  for (int64_t i = 0; i < size; ++i) total += exponential(widen(logits[i]) - values[0]);
-  *logsumexp = values[0] + std::log(total);
+}
+
+// Sums exp((x - largest) * scale) over a row.
+template <class T>
+float total(const T* logits, int64_t size, float largest, float scale) {
+  float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < size; ++i) sum += exponential((widen(logits[i]) - largest) * scale);
+  return sum;
+}
+
+// Finds the k largest entries of a row as `select`, and its logsumexp.
+template <class T>
+void top_k(const T* logits, int64_t size, int64_t k, int64_t* ids, float* values,
+           float* logsumexp) {
+  select(logits, size, k, ids, values);
+  *logsumexp = values[0] + std::log(total(logits, size, values[0], 1.0f));
+}
+
+// Finds the k largest entries of a row as `select`, and their softmax at a temperature.
+template <class T>
+void top_probs(const T* logits, int64_t size, int64_t k, float temperature, int64_t* ids,
+               float* probs) {
+  select(logits, size, k, ids, probs);
+  const float largest = probs[0], sum = total(logits, size, largest, 1.0f / temperature);
+  // Not exponential(), which is not 0 for a forbidden token.
+  for (int64_t i = 0; i < k; ++i) probs[i] = std::exp((probs[i] - largest) / temperature) / sum;
 }
 
 // Verifies B rows of k draft tokens greedily: counts the accepted ones, and finds the target's next

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -15,7 +16,18 @@ from transformers.generation.logits_process import (
 )
 
 from paceline.actors.engine.request import SamplingParams
-from paceline.actors.engine.sampling import draw, make_sampling_batch, processed_probs
+from paceline.actors.engine.sampling import (
+    SamplingBatch,
+    draw,
+    make_sampling_batch,
+    processed_probs,
+)
+
+
+def distributions(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """float32 ``[B, T, V]``."""
+    return processed_probs(logits, batch).dense(logits.shape[-1])
+
 
 CASES = [
     (1.0, 1.0, 0, 0.0),
@@ -45,7 +57,7 @@ def test_equals_transformers(temperature: float, top_p: float, top_k: int, min_p
         warpers.append(MinPLogitsWarper(min_p))
     expected = torch.softmax(warpers(None, logits.reshape(-1, 50).clone()), -1).reshape(4, 3, 50)
     torch.testing.assert_close(
-        processed_probs(logits, make_sampling_batch([params] * 4, "cpu")), expected
+        distributions(logits, make_sampling_batch([params] * 4, "cpu")), expected
     )
 
 
@@ -66,7 +78,7 @@ def test_wide_and_narrow_distributions_are_filtered_alike(filters: dict[str, Any
     spread = torch.tensor([0.0, 0.3, 1.0, 3.0, 30.0])[:, None, None]
     logits = (torch.randn(5, 2, 2000, generator=generator) * spread * 16).round() / 16  # with ties
     params = SamplingParams(1, **filters)
-    probs = processed_probs(logits, make_sampling_batch([params] * 5, "cpu"))
+    probs = distributions(logits, make_sampling_batch([params] * 5, "cpu"))
     whole = torch.softmax(logits, -1)
     ordered, order = whole.double().sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(2000)
@@ -77,7 +89,7 @@ def test_wide_and_narrow_distributions_are_filtered_alike(filters: dict[str, Any
     expected = torch.zeros_like(kept).scatter_(-1, order, kept / kept.sum(-1, keepdim=True))
     torch.testing.assert_close(probs, expected.float(), rtol=1e-4, atol=1e-7)
     for i, row in enumerate(logits):
-        alone = processed_probs(row[None], make_sampling_batch([params], "cpu"))[0]
+        alone = distributions(row[None], make_sampling_batch([params], "cpu"))[0]
         assert torch.equal(alone, probs[i])
 
 
@@ -88,10 +100,33 @@ def test_rows_keep_their_own_parameters() -> None:
         SamplingParams(max_tokens=1, temperature=0.0),
         SamplingParams(max_tokens=1, top_k=1),
     ]
-    probs = processed_probs(logits, make_sampling_batch(params, "cpu"))
+    probs = distributions(logits, make_sampling_batch(params, "cpu"))
     torch.testing.assert_close(probs[0, 0], torch.softmax(logits[0, 0] / 0.5, -1))
-    torch.testing.assert_close(probs[1, 0], torch.softmax(logits[1, 0], -1))
+    assert probs[1, 0, logits[1, 0].argmax()] == 1.0  # greedy
     assert probs[2, 0].max() == 1.0
+
+
+def test_only_what_filtered_rows_keep_follows() -> None:
+    """Rows keep 29, 900 and 1 of 3,000 tokens; fewer than are ordered are not forbidden."""
+    logits = torch.full((3, 2, 3000), -torch.inf)
+    logits[..., 7:2900:100] = torch.randn(3, 2, 29, generator=torch.Generator().manual_seed(2))
+    logits[1, 1] = 0.0
+    params = [
+        SamplingParams(9, top_p=0.999999),
+        SamplingParams(9, top_k=900),
+        SamplingParams(9, temperature=0.0),
+    ]
+    probs = processed_probs(logits, make_sampling_batch(params, "cpu"))
+    whole = probs.dense(3000)
+    assert probs.probs.shape == (3, 2, 1024)
+    every = torch.arange(3000).expand(3, 2, 3000)
+    assert torch.equal(probs.of(every), whole)
+    torch.testing.assert_close(whole[0], torch.softmax(logits[0], -1))
+    assert torch.equal(whole[0] > 0, logits[0] > -torch.inf)
+    assert torch.equal(whole[1, 1] > 0, torch.arange(3000) < 900)  # the first of equal ones
+    narrow = processed_probs(logits[::2], make_sampling_batch(params[::2], "cpu"))
+    assert narrow.probs.shape == (2, 2, 64)
+    assert torch.equal(narrow.dense(3000), whole[::2])
 
 
 def test_draw_never_draws_a_zero() -> None:
@@ -104,10 +139,10 @@ def test_a_rows_distribution_does_not_depend_on_its_neighbours_filters() -> None
     """Not by one bit: a seeded text must be the same in every batch."""
     logits = torch.randn(3, 2, 300, generator=torch.Generator().manual_seed(4)) * 3
     free, cut = SamplingParams(1), SamplingParams(1, top_p=0.5, top_k=7, min_p=0.1)
-    alone = processed_probs(logits[:1], make_sampling_batch([free], "cpu"))
-    crowd = processed_probs(logits, make_sampling_batch([free, cut, cut], "cpu"))
+    alone = distributions(logits[:1], make_sampling_batch([free], "cpu"))
+    crowd = distributions(logits, make_sampling_batch([free, cut, cut], "cpu"))
     assert torch.equal(crowd[:1], alone)
-    cut_alone = processed_probs(logits[1:2], make_sampling_batch([cut], "cpu"))
+    cut_alone = distributions(logits[1:2], make_sampling_batch([cut], "cpu"))
     assert torch.equal(crowd[1:2], cut_alone)
 
 
@@ -116,7 +151,7 @@ def test_what_filters_keep_is_the_same_bits_in_every_batch() -> None:
     torch.set_num_threads(2)  # with which a sum over one row adds in another order
     logits = torch.randn(4, 1, 50_304, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.9, seed=1)
-    crowd = processed_probs(logits, make_sampling_batch([params] * 4, "cpu"))
-    alone = [processed_probs(row[None], make_sampling_batch([params], "cpu"))[0] for row in logits]
+    crowd = distributions(logits, make_sampling_batch([params] * 4, "cpu"))
+    alone = [distributions(row[None], make_sampling_batch([params], "cpu"))[0] for row in logits]
     torch.set_num_threads(threads)
     assert torch.equal(torch.stack(alone), crowd)

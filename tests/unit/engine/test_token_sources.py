@@ -13,6 +13,7 @@ from engines import TOKENIZER, make_engine, request, run, tokens_of, twin_engine
 from paceline.actors.engine.detokenizer import IncrementalDetokenizer
 from paceline.actors.engine.engine import StepOutput
 from paceline.actors.engine.request import TokenSource, merge_chunks
+from paceline.actors.engine.sampling import TargetProbs
 from paceline.actors.engine.sequence import Sequence
 from paceline.actors.engine.token_sources import token_sources
 from paceline.actors.speculation.rejection_sampler import Proposal, RejectionSampleOutput
@@ -124,7 +125,9 @@ def test_min_of_one_and_p_over_q_of_the_drafted_token() -> None:
         support_ids=torch.tensor([[[0], [2]]]),
         support_probs=torch.tensor([[[0.4], [0.5]]]),
     )
-    sampled = RejectionSampleOutput(torch.tensor([1]), torch.tensor([1]), p.expand(1, 3, 4))
+    sampled = RejectionSampleOutput(
+        torch.tensor([1]), torch.tensor([1]), TargetProbs(p.expand(1, 3, 4))
+    )
     ((first, second),) = token_sources([sequence], proposal, sampled, logits, [[0, 1]])
     assert (first.kind, first.draft, first.weight_version) == ("accepted", "a@0", 7)
     assert (second.kind, second.rejected_token_id) == ("recovered", 2)
