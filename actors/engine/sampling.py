@@ -208,14 +208,16 @@ def processed_probs(logits: Tensor, batch: SamplingBatch) -> TargetProbs:
     if batch.all_filtered:
         repeated = [own.repeat_interleave(steps) for own in params]
         kept = _filter(logits.flatten(0, 1), repeated)
-        ids = None if kept.ids is None else kept.ids.view(rows, steps, -1)
-        return TargetProbs(kept.probs.view(rows, steps, -1), ids)
+        shape = rows, steps, kept.probs.shape[-1]
+        return TargetProbs(
+            kept.probs.view(shape), None if kept.ids is None else kept.ids.view(shape)
+        )
     probs = torch.softmax(logits.float() / batch.temperature[:, None, None], dim=-1)
     if batch.any_filter:
         cut = batch.filtered_rows
         repeated = [own[cut].repeat_interleave(steps) for own in params]
         filtered = _filter(logits[cut].flatten(0, 1), repeated).dense(vocab)
-        probs[cut] = filtered.view(-1, steps, vocab)
+        probs[cut] = filtered.view(len(cut), steps, vocab)
     return TargetProbs(probs)
 
 

@@ -46,7 +46,8 @@ bool have_distributions(const T* logits, int64_t n, int64_t size) {
 // Finds the k largest entries of a row, descending, equal ones in order.
 template <class T>
 void select(const T* logits, int64_t size, int64_t k, int64_t* ids, float* values) {
-  constexpr int64_t block = 64;
+  int64_t block = 64;
+  while (block > 16 && size < 2 * k * block) block /= 2;
   const int64_t blocks = (size + block - 1) / block;
   // The k-th largest of the blocks' maxima bounds the k-th largest entry from below: few blocks
   // are then looked at.
