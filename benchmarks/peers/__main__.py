@@ -56,7 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", default="smollm2", help="as target.path")
     parser.add_argument("--lesson", type=int, help="prompts per topic (200; quick: 64)")
     parser.add_argument("--draft", type=Path, help="draft model for the peers, as a folder")
-    parser.add_argument("--peers", nargs="+", help="those whose names have one of these words")
+    parser.add_argument("--peers", nargs="+", help="by name, or by words of names")
     parser.add_argument("--in-flight", type=int, nargs="+")
     parser.add_argument("--temperatures", type=float, nargs="+")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
@@ -202,7 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_wanted(peer: Peer, options: argparse.Namespace) -> bool:
     if options.peers is not None:
-        return any(word.lower() in peer.name.lower() for word in options.peers)
+        exact = {each.name for each in PEERS}.intersection(options.peers)
+        words = [word.lower() for word in options.peers if word not in exact]
+        return peer.name in exact or any(word in peer.name.lower() for word in words)
     return peer.main or not options.quick
 
 
