@@ -66,6 +66,9 @@ class LocalClient:
     def acquire_permit(self) -> bool:
         return self.permitted()
 
+    def until_idle(self) -> None:
+        pass
+
     def versions(self) -> dict[str, int] | None:
         return self.registry.stable_versions() if self.registry else None
 

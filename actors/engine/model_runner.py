@@ -19,6 +19,7 @@ from paceline.actors.engine.fused import FusedDecoder
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.weights.checkpoint import copy_state, tied_names
+from paceline.actors.weights.eagle import with_basis
 
 
 def kv_shapes(config: PreTrainedConfig) -> list[tuple[int, int]]:
@@ -252,7 +253,7 @@ class ModelRunner:
             ValueError: a name or shape differs; nothing has been copied then.
         """
         model = self.models[expert]
-        copy_state(model.state_dict(), state, tied_names(model))
+        copy_state(model.state_dict(), with_basis(model, state), tied_names(model))
         self.decoder.refresh(expert)
 
 

@@ -27,14 +27,14 @@ class TargetTopK:
     """The target's top K tokens at M positions.
 
     Attributes:
-        ids: int64 ``[M, K]``.
+        ids: int32 ``[M, K]``.
         logits: float32 ``[M, K]``, descending.
         logsumexp: float32 ``[M]``, of all logits.
         processed: float32 ``[M, K]``, probabilities of the same ids after temperature, top_k and
             top_p; None in an all-greedy batch.
     """
 
-    ids: NDArray[np.int64]
+    ids: NDArray[np.int32]
     logits: NDArray[np.float32]
     logsumexp: NDArray[np.float32]
     processed: NDArray[np.float32] | None
@@ -54,7 +54,7 @@ def target_top_k(logits: Sequence[Tensor], probs: Sequence[TargetProbs], size: i
     if probs:
         parts = zip(probs, torch.split(ids, [len(part) for part in logits]), strict=True)
         processed = torch.cat([part.of(own) for part, own in parts]).cpu().numpy()
-    return TargetTopK(ids.cpu().numpy(), top.cpu().numpy(), total.cpu().numpy(), processed)
+    return TargetTopK(ids.int().cpu().numpy(), top.cpu().numpy(), total.cpu().numpy(), processed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def _distributions(
     logs: Sequence[tuple[TargetTopK, slice]],
 ) -> tuple[NDArray[np.int32], NDArray[np.float16], NDArray[np.float32]]:
     """Top ids, their log-probabilities, and the mass of all other tokens, of logged positions."""
-    ids = np.concatenate([log.ids[at] for log, at in logs]).astype(np.int32)
+    ids = np.concatenate([log.ids[at] for log, at in logs])
     top = np.concatenate([log.logits[at] for log, at in logs])
     logprobs = top - np.concatenate([log.logsumexp[at] for log, at in logs])[:, None]
     tail = np.maximum(1.0 - np.exp(logprobs).sum(-1), 0.0)

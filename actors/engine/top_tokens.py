@@ -107,10 +107,8 @@ def top_probs(logits: Tensor, temperature: Tensor, size: int) -> tuple[Tensor, T
     if kernels is not None and size < logits.shape[-1]:
         return kernels.top_probs(logits, temperature, size)
     scores = logits.float()
-    if size < logits.shape[-1]:
-        ids = scores.topk(size, dim=-1).indices
-    else:
-        ids = scores.argsort(dim=-1, descending=True, stable=True)
+    # Not topk, which may take another of several equal tokens in another batch.
+    ids = scores.argsort(dim=-1, descending=True, stable=True)[..., :size]
     return torch.softmax(scores / temperature[:, None], dim=-1).gather(-1, ids), ids
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from zlib import crc32
 from paceline.actors.handles import remote_method
 from paceline.actors.replay.buffer import ReplaySettings, ShardStats
 from paceline.actors.replay.shard import FILE_SUFFIX, ReplayShard, ShardHandle
+
+logger = logging.getLogger(__name__)
 
 
 def host_of(topic: str, hosts: int) -> int:
@@ -47,7 +50,10 @@ class ShardHost:
         files = [] if persist_dir is None else sorted(Path(persist_dir).glob(f"*{FILE_SUFFIX}"))
         for topic in [*topics, *(file.name.removesuffix(FILE_SUFFIX) for file in files)]:
             if host_of(topic, hosts) == index:
-                self._shard(topic)
+                try:
+                    self._shard(topic)
+                except OSError:  # of one topic: the others go on, and its own calls raise
+                    logger.warning("the records of %s cannot be read", topic, exc_info=True)
 
     def call(self, topic: str, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of a topic's shard, see :class:`HostedShard`."""

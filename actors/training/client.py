@@ -58,6 +58,9 @@ class TrainerClient(Protocol):
     def acquire_permit(self) -> bool:
         """Acquire a permit for one micro-step; raises LeaseRevoked if the round is over."""
 
+    def until_idle(self) -> None:
+        """Wait for a moment at which a permit may be had, not for long."""
+
     def release_permit(self) -> None:
         """Release the permit: no micro-step follows for a while."""
 
@@ -175,23 +178,21 @@ class RayTrainerClient:
         return replace(answer, stale=answer.stale and not self._identity.sole)
 
     def acquire_permit(self) -> bool:
-        """Acquire a permit for one micro-step; none if the scheduler does not answer.
-
-        After a denial it asks again when serving is idle, or after half a second.
-        """
-        if self._scheduler is None or self._granted(self._scheduler):
+        """Acquire a permit for one micro-step; none if the scheduler does not answer."""
+        if self._scheduler is None:
             return True
-        self._get(self._scheduler.until_idle.remote(_WAIT_S), 2.0 * _WAIT_S)
-        return self._granted(self._scheduler)
-
-    def _granted(self, scheduler: PermitHandle) -> bool:
         if self._identity is None:
-            return bool(self._get(scheduler.may_train.remote(), 1.0))
-        call = scheduler.acquire_permit.remote(self._identity.name, self._incarnation)
+            return bool(self._get(self._scheduler.may_train.remote(), 1.0))
+        call = self._scheduler.acquire_permit.remote(self._identity.name, self._incarnation)
         permit = self._get(call, 1.0)
         if permit is Permit.UNASSIGNED:
             raise LeaseRevoked
         return permit is Permit.GRANTED
+
+    def until_idle(self) -> None:
+        """Wait until serving is idle, for half a second at most; for less without a scheduler."""
+        if self._scheduler is not None:
+            self._get(self._scheduler.until_idle.remote(_WAIT_S), 2.0 * _WAIT_S)
 
     def release_permit(self) -> None:
         """Release the permit. Best effort."""

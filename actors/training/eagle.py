@@ -26,7 +26,7 @@ from paceline.actors.training.losses import (
     summarize,
 )
 from paceline.actors.training.settings import ObjectiveSettings
-from paceline.actors.weights.eagle import VOCABULARY, EagleDraft, basis_rank
+from paceline.actors.weights.eagle import VOCABULARY, EagleDraft
 
 STEPS = 3
 STEP_DECAY = 0.8  # weight of a step's loss relative to the one before
@@ -243,7 +243,7 @@ def state_basis(draft: EagleDraft, batches: Iterable[Batch]) -> Tensor:
         states = torch.cat(step_states(draft, batch)).float().cpu()
         moments += states.T @ states
     vectors: Tensor = torch.linalg.eigh(moments).eigenvectors
-    return vectors[:, -basis_rank(size) :].T.contiguous()
+    return vectors[:, -len(draft.basis) :].T.contiguous()
 
 
 def shifted(hidden: Tensor) -> Tensor:

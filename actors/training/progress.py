@@ -83,23 +83,26 @@ class TrainerStatus:
 
 def wait_for_permit(
     acquire: Callable[[], bool],
+    until_idle: Callable[[], object],
     poll_s: float,
     *,
     sleep: Callable[[float], object],
     stopped: Callable[[], bool],
 ) -> None:
-    """Poll until ``acquire`` returns True; what it raises is passed on.
+    """Ask until ``acquire`` returns True; what it raises is passed on.
 
-    The delay starts at ``poll_s`` and grows to 0.1 s: a poll takes 2 ms of processor time, of
-    scheduler and trainer together, while there is none to spare.
+    After a denial it waits for ``until_idle``, and before that from ``poll_s`` up to 0.1 s: serving
+    may be idle and it not this trainer's turn. Asking takes 2 ms of processor time, of scheduler and
+    trainer together, while there is none to spare.
 
     Raises:
-        Stopped: ``stopped`` returns True after a poll.
+        Stopped: ``stopped`` returns True after a denial, or at the end.
     """
     backoff = Backoff(poll_s, max(poll_s, _LONGEST_POLL_S), _POLL_GROWTH)
     while not acquire():
         if stopped():
             raise Stopped
         sleep(backoff.fail())
+        until_idle()
     if stopped():
         raise Stopped

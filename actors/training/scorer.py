@@ -254,7 +254,13 @@ class ScoringLoop:
                     raise _RecordRemoved
             return client.acquire_permit()
 
-        wait_for_permit(acquire, self._settings.poll_s, sleep=self._sleep, stopped=self._stopped)
+        wait_for_permit(
+            acquire,
+            client.until_idle,
+            self._settings.poll_s,
+            sleep=self._sleep,
+            stopped=self._stopped,
+        )
 
     def _score(
         self,

@@ -139,6 +139,7 @@ class StepRunner:
         """Return when a micro-step may begin; raises LeaseRevoked and Stopped."""
         wait_for_permit(
             self._client.acquire_permit,
+            self._client.until_idle,
             self._settings.poll_s,
             sleep=self._sleep,
             stopped=self._stopped,

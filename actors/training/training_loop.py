@@ -371,10 +371,10 @@ class TrainingLoop:
                 candidate.acceptance = decision.served
             self._reject(candidate, facts, reset=_worse(decision))
             return
+        candidate.add_basis(state, train, self._steps.wait_for_permit)
         self._steps.wait_for_permit()
         if not self._may_publish(candidate):  # evaluation takes long when permits are rare
             return
-        candidate.add_basis(state, train, self._steps.wait_for_permit)
         flat = flatten(state)
         self._client.release_permit()  # the registry writes a file, and may be slow
         try:

@@ -158,7 +158,7 @@ class EagleDraft(nn.Module):
         """Another draft of this shape, for the same target, on the same device."""
         size = len(self.get_buffer(VOCABULARY))
         draft = EagleDraft(self.config, self.mark, size).cast(self.device, self.dtype)
-        draft.ends = self.ends
+        draft.ends, draft.basis = self.ends, torch.zeros_like(self.basis)
         return draft
 
     def get_output_embeddings(self) -> None:
@@ -180,6 +180,16 @@ class EagleDraft(nn.Module):
         joined = torch.cat([embedded.to(self.dtype), hidden.to(self.dtype)], dim=-1)
         fused: Tensor = self.fuse(joined)
         return fused
+
+
+def with_basis(draft: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Weights for a draft; where a basis is missing, as in those of 0.1, with one of zeros."""
+    if not isinstance(draft, EagleDraft):
+        return state
+    known = state.get(BASIS)
+    if known is not None and known.shape == draft.basis.shape:
+        return state
+    return {**state, BASIS: torch.zeros_like(draft.basis)}
 
 
 Draft = PreTrainedModel | EagleDraft
@@ -355,9 +365,10 @@ def read_draft(folder: str | Path) -> EagleDraft:
     size = draft_vocabulary_size(folder)
     draft = EagleDraft(trunk_config(folder), facts["target_mark"], size)
     try:
-        state = {BASIS: draft.basis, **load_file(folder / "model.safetensors")}
-        draft.basis = torch.zeros(state[BASIS].shape)
-        draft.load_state_dict(state)
+        state = load_file(folder / "model.safetensors")
+        if len(state.get(BASIS, ())):
+            draft.basis = torch.zeros(state[BASIS].shape)
+        draft.load_state_dict(with_basis(draft, state))
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{folder}: {str(error).splitlines()[0]}") from error
     return draft

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from architectures import ARCHITECTURES
 from distributions import chi_square, law_of_tokens
 from engines import DEVICE, MAX_LEN, TOKENIZER, engine_of, request, run, served, tokens_of
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_llama
 from training_records import learn
 
@@ -49,6 +51,7 @@ from paceline.actors.weights.eagle import (
     save_draft,
     target_mark,
 )
+from paceline.actors.weights.flat_weights import flatten
 
 PROMPTS = [[5, 6, 7, 8, 9] * 4, [11, 12], [40], list(range(60, 91))]
 VOCAB = 300
@@ -356,6 +359,37 @@ def test_weights_draft_by_the_basis_that_comes_with_them(target: Path, tmp_path:
             for engine in (swapped, started)
         ]
         assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_weights_of_before_there_was_a_basis_are_served_and_learnt_on(
+    target: Path, tmp_path: Path
+) -> None:
+    folder = with_basis(target, tmp_path / "d", torch.eye(8, 32))
+    old = {name: t for name, t in read_draft(folder).state_dict().items() if name != "basis"}
+    old["fuse.weight"] = (old["fuse.weight"] * 0.9).bfloat16()
+    engine = eagle_engine(target, {"a": folder}, 64, k=3)
+    engine.updates.put(SwapWeights("a", 7, old))
+    records = records_of(engine, asked())
+    assert {record.weight_version for record in records} == {7}
+    whole = read_draft(folder)
+    whole.load_state_dict(old | {"basis": torch.zeros(8, 32)})
+    save_draft(whole, tmp_path / "whole")
+    started = records_of(eagle_engine(target, {"a": tmp_path / "whole"}, 64, k=3), asked())
+    drafted = [[r.draft_token_ids.tolist() for r in found] for found in (records, started)]
+    assert drafted[0] == drafted[1]  # and not by the basis of the weights before
+    settings = DistillerSettings(dtype="float32", target_path=str(target))
+    candidate = Candidate("sql", TrainerSettings({"sql": str(folder)}, settings))
+    candidate.load(7, flatten(old))
+    _, served, _ = candidate.compare(records, lambda: None)
+    assert np.isfinite(served).all()
+    without = tmp_path / "without"
+    shutil.copytree(folder, without)
+    tensors = load_file(without / "model.safetensors")
+    for basis in ({}, {"basis": torch.empty(0, 32)}):
+        kept = {name: t for name, t in tensors.items() if name != "basis"}
+        save_file(kept | basis, without / "model.safetensors", metadata={"format": "pt"})
+        assert read_draft(without).basis.shape == (8, 32)
 
 
 def test_states_that_are_not_finite_draft_nothing_by_a_basis(target: Path, tmp_path: Path) -> None:

@@ -25,8 +25,16 @@ def polls(refused: int, poll_s: float) -> list[float]:
     """The delays between polls of which so many are refused."""
     slept: list[float] = []
     answers = iter([False] * refused + [True])
-    wait_for_permit(lambda: next(answers), poll_s, sleep=slept.append, stopped=lambda: False)
+    waits: list[float] = []
+
+    def until_idle() -> None:
+        waits.append(len(slept))
+
+    wait_for_permit(
+        lambda: next(answers), until_idle, poll_s, sleep=slept.append, stopped=lambda: False
+    )
     assert next(answers, None) is None
+    assert waits == [number + 1 for number in range(refused)], "the last before it asks again"
     return slept
 
 
@@ -50,4 +58,6 @@ def test_what_is_missed_of_a_gap_is_a_sixteenth_of_the_wait_beyond_a_poll(
 @pytest.mark.parametrize("granted", [True, False])
 def test_the_wait_ends_when_the_trainer_does(granted: bool) -> None:
     with pytest.raises(Stopped):
-        wait_for_permit(lambda: granted, 0.02, sleep=lambda _: None, stopped=lambda: True)
+        wait_for_permit(
+            lambda: granted, pytest.fail, 0.02, sleep=lambda _: None, stopped=lambda: True
+        )

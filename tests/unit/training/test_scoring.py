@@ -304,6 +304,9 @@ class _Nothing:
     def acquire_permit(self) -> bool:
         return True
 
+    def until_idle(self) -> None:
+        pass
+
     def versions(self) -> dict[str, int] | None:
         return {}
 

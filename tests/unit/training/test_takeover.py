@@ -48,6 +48,9 @@ class Guest(LocalClient):
             raise LeaseRevoked
         return permit is Permit.GRANTED
 
+    def until_idle(self) -> None:
+        pass
+
     def release_permit(self) -> None:
         self.scheduler.release_permit(self.name, self.life)
 
