@@ -92,8 +92,8 @@ def wait_for_permit(
     """Ask until ``acquire`` returns True; what it raises is passed on.
 
     After a denial it waits for ``until_idle``, and before that from ``poll_s`` up to 0.1 s: serving
-    may be idle and it not this trainer's turn. Asking takes 2 ms of processor time, of scheduler and
-    trainer together, while there is none to spare.
+    may be idle and it not this trainer's turn. Asking takes 2 ms of processor time, of scheduler
+    and trainer together, while there is none to spare.
 
     Raises:
         Stopped: ``stopped`` returns True after a denial, or at the end.
