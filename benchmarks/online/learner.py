@@ -80,7 +80,8 @@ class LocalClient:
         self.versions = self.registry.stable_versions
         # Permits are free; there is no canary, every published version is served at once.
         self.acquire_permit = lambda: True
-        self.release_permit = self.release_topic = self.note = self.topic_status = lambda *_: None
+        self.until_idle = self.release_permit = self.release_topic = lambda *_: None
+        self.note = self.topic_status = lambda *_: None
         self.topic_progress: Callable[[], dict[str, Any]] = dict
         self.added_topics: Callable[[], dict[str, str]] = dict
 
