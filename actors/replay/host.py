@@ -47,12 +47,15 @@ class ShardHost:
         self._settings = settings
         self._persist_dir = persist_dir
         self._shards: dict[str, ReplayShard] = {}
+        for topic in topics:
+            if host_of(topic, hosts) == index:
+                self._shard(topic)
         files = [] if persist_dir is None else sorted(Path(persist_dir).glob(f"*{FILE_SUFFIX}"))
-        for topic in [*topics, *(file.name.removesuffix(FILE_SUFFIX) for file in files)]:
+        for topic in (file.name.removesuffix(FILE_SUFFIX) for file in files):
             if host_of(topic, hosts) == index:
                 try:
                     self._shard(topic)
-                except OSError:  # of one topic: the others go on, and its own calls raise
+                except OSError:  # of a topic that nothing may need: the others go on
                     logger.warning("the records of %s cannot be read", topic, exc_info=True)
 
     def call(self, topic: str, method: str, *arguments: Any, **named: Any) -> Any:

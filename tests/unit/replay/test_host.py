@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from replay_samples import make_record
 
 from paceline.actors.replay.buffer import ReplaySettings
@@ -78,3 +79,12 @@ def test_a_new_topic_s_shard_is_there_when_it_is_called_and_after_a_death(tmp_pa
     ]
     (data,) = shard_of("acme.travel", again).sample.remote(1, "train")
     assert decode(data).request_id == "a"
+
+
+def test_an_unreadable_file_stops_its_own_topic_alone(tmp_path: Path) -> None:
+    (tmp_path / "travel.records").mkdir()  # of a topic that is configured no more
+    assert held(hosts(1, tmp_path)) == [list(TOPICS)]
+    (tmp_path / "sql.records").unlink()
+    (tmp_path / "sql.records").mkdir()
+    with pytest.raises(IsADirectoryError):
+        hosts(1, tmp_path)
