@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.actors.engine.sequence import Sequence as RunningSequence
+from paceline.actors.speculation.proposer import INITIAL_SUFFIX
 from paceline.actors.speculation.suffix.estimates import SuffixEstimate, bins_of
 from paceline.actors.speculation.suffix.index import Match, SuffixIndex
 from paceline.actors.speculation.suffix.store import SuffixStore
@@ -120,7 +121,8 @@ class SuffixArm:
         return best
 
     def _recorded(self, sequence: RunningSequence, row: _Row, most: int) -> Match | None:
-        if self.store is None:
+        # Initial weights show what learning brings, of which recorded answers are a part.
+        if self.store is None or sequence.draft.endswith(INITIAL_SUFFIX):
             return None
         with self.store.lock:
             index = self.store.index(sequence.request.topic, sequence.request.cache_salt)
