@@ -272,6 +272,14 @@ def test_an_answer_that_is_not_shared_drafts_for_no_other(fields: dict[str, Any]
     assert known(run(engine, [request("r3", PROMPT, max_tokens=14)])["r3"])
 
 
+def test_initial_weights_draft_by_no_recorded_answer() -> None:
+    engine = suffix_engine(shared_arm(), drafts=True, eos=-1)
+    run(engine, [request("r0", PROMPT, max_tokens=14)])
+    frozen = request("r1", PROMPT, max_tokens=14, draft="a@0", store=False)
+    assert not known(run(engine, [frozen])["r1"])
+    assert known(run(engine, [request("r2", PROMPT, max_tokens=14, draft="a")])["r2"])
+
+
 @pytest.mark.parametrize(
     "purge",
     [
