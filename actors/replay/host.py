@@ -99,13 +99,16 @@ class _HostedMethod:
         return self.host.call.remote(self.topic, self.name, *arguments, **named)
 
 
+_METHODS = [name for name in vars(ShardHandle) if not name.startswith("_")]
+
+
 class HostedShard(ShardHandle):
     """A topic's shard in a ShardHost, with the interface of an actor handle; picklable."""
 
     def __init__(self, host: ShardHostHandle, topic: str) -> None:
         """Take the host's actor handle."""
         self._host, self._topic = host, topic
-        for name in ("insert", "sample", "update_losses", "delete", "stats"):
+        for name in _METHODS:
             setattr(self, name, _HostedMethod(host, topic, name))
 
     def __reduce__(self) -> tuple[type[HostedShard], tuple[ShardHostHandle, str]]:

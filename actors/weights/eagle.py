@@ -38,7 +38,7 @@ _LAYERS = "model.layers."
 _MARKED_ROWS = 64
 _FACTS = {"target_mark", "draft_vocab_size", "trunk"}
 DRAFT_VOCABULARY = 16384
-_MAX_RANK = 128  # of a basis
+_MAX_RANK = 128  # of a basis: of 576 directions these tell 99 of 100 tokens, of other prompts
 SUPPORT = 1  # tokens per position that a draft samples from
 _LEAST_COVERAGE_GAIN = 0.005
 
@@ -73,11 +73,6 @@ _FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _FIXED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
 
-def basis_rank(hidden: int) -> int:
-    """R, directions of a basis: 128 of 576 tell 99 of 100 tokens, by prompts not used for it."""
-    return min(_MAX_RANK, hidden // 4)
-
-
 class EagleDraft(nn.Module):
     """The trainable part of a draft, with the target's ends beside it.
 
@@ -109,7 +104,7 @@ class EagleDraft(nn.Module):
         self.trunk = AutoModel.from_config(own, attn_implementation="eager")
         self.trunk.embed_tokens = None
         self.register_buffer(VOCABULARY, torch.arange(draft_vocabulary, dtype=torch.int32))
-        self.register_buffer(BASIS, torch.zeros(basis_rank(hidden), hidden))
+        self.register_buffer(BASIS, torch.zeros(min(_MAX_RANK, hidden // 4), hidden))
         # In a tuple: neither parameters nor buffers.
         self._ends: tuple[TargetEnds, ...] = ()
         self._own_head: tuple[Tensor, Tensor] | None = None  # and the vocabulary that it is of
@@ -183,7 +178,7 @@ class EagleDraft(nn.Module):
 
 
 def with_basis(draft: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Weights for a draft; where a basis is missing, as in those of 0.1, with one of zeros."""
+    """Weights for a draft; older ones have no basis that fits, and get one of zeros."""
     if not isinstance(draft, EagleDraft):
         return state
     known = state.get(BASIS)
