@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
-from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.replay.record import ReplayRecord, is_synthetic
 from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.batches import (
     Batch,
@@ -39,6 +41,8 @@ from paceline.actors.weights.flat_weights import FlatWeights, flatten, unflatten
 logger = logging.getLogger(__name__)
 
 _BASIS_RECORDS = 32
+_TESTS = 64  # records, the latest: what weights of long ago gained says little
+_KNOWN_PROMPTS = 2**14
 
 
 class Candidate:
@@ -49,6 +53,8 @@ class Candidate:
         rejections: rejected rounds in a row.
         fruitless: last rejected rounds in a row whose gain had a low upper bound.
         acceptance: expected acceptance of the served draft, None if unknown.
+        tests: gain over the served draft on each of the last records that came new, before the
+            candidate trained on it; since it last started from served weights.
     """
 
     def __init__(
@@ -72,6 +78,10 @@ class Candidate:
             if workers is None
             else DistributedDistiller(topic, path, settings.distiller, workers)
         )
+        self.tests: deque[float] = deque(maxlen=_TESTS)
+        self._newest: float | None = None  # creation of the newest training record so far
+        self._known_prompts: dict[int, None] = {}  # hashes of training records' prompts
+        self._differs = False  # from the served weights, by training
         self._initial_records: int | None = None  # see begin_round
         self._ahead = False  # of the served draft, by the last comparison
         self._served: dict[str, Tensor] | None = None
@@ -147,6 +157,7 @@ class Candidate:
 
     def learn(self, share: Share, before_step: Callable[[], None] = lambda: None) -> MicroStep:
         """Run one micro-step; see Distiller.learn."""
+        self._differs = True
         return self._distiller.learn(share, before_step)
 
     def load(self, version: int, flat: FlatWeights | None) -> None:
@@ -163,6 +174,8 @@ class Candidate:
         self.version = version
         self.rejections = self.fruitless = 0
         self._initial_records, self._ahead = None, False
+        self._forget_tests()
+        self._newest = None  # what these weights were trained on is not known
         self.acceptance = None
         self._served_scores.clear()
         if flat is not None and self._checkpoints is not None:
@@ -191,6 +204,7 @@ class Candidate:
             logger.info("%s: starts over, with %d records", self.topic, records)
             self.scale_rate(increased(self.rate_share))
             self._distiller.reset(self._served)
+            self._forget_tests()
             self._initial_records = records
             self.fruitless = 0  # of the dropped weights; the gate's looks go on
 
@@ -206,6 +220,7 @@ class Candidate:
         """Start again from the served weights, at a lower learning rate."""
         self.scale_rate(decreased(self.rate_share))
         self._distiller.reset(self._served)
+        self._forget_tests()
         self._ahead = False
 
     def scale_rate(self, share: float) -> None:
@@ -215,6 +230,39 @@ class Candidate:
     def refresh_rate(self) -> None:
         """Restart the learning-rate schedule, for a topic that drifts."""
         self._distiller.refresh_rate()
+
+    def test(self, records: Sequence[ReplayRecord], before_batch: Callable[[], None]) -> None:
+        """Test the candidate on the new ones of these records; call it before it trains on them.
+
+        New is a record that came after all that were given before, with a prompt that none of the
+        last of them had: a record is a test once, and never after a training on it.
+
+        Args:
+            records: usable ones that the candidate is about to be trained on.
+            before_batch: called before each forward; may wait for a permit, or raise: the records
+                are then new the next time.
+        """
+        prompts = [hash(record.prompt_token_ids.tobytes()) for record in records]
+        new: dict[int, ReplayRecord] = {}
+        if self._differs and self._newest is not None:
+            for prompt, record in zip(prompts, records, strict=True):
+                known = record.created <= self._newest or prompt in self._known_prompts
+                if not known and not is_synthetic(record.request_id):
+                    new[prompt] = record
+        if latest := sorted(new.values(), key=lambda record: record.created)[-_TESTS:]:
+            own = self._score(self._distiller.state_dict(), latest, before_batch)
+            gains = own - self._score(self._served, latest, before_batch)
+            self.tests.extend(float(gain) for gain in gains if math.isfinite(gain))
+        given = max((record.created for record in records), default=-math.inf)
+        self._newest = given if self._newest is None else max(self._newest, given)
+        self._known_prompts |= dict.fromkeys(prompts)
+        for prompt in [*self._known_prompts][:-_KNOWN_PROMPTS]:
+            del self._known_prompts[prompt]
+
+    def _forget_tests(self) -> None:
+        """Forget tests of weights that the candidate does not go on from."""
+        self.tests.clear()
+        self._differs = False
 
     def compare(
         self, records: Sequence[ReplayRecord], before_batch: Callable[[], None]
@@ -295,6 +343,7 @@ class Candidate:
         self.rejections = self.fruitless = 0
         self.scale_rate(increased(self.rate_share))
         self._initial_records, self._ahead = None, False
+        self._forget_tests()
         self._keep_scores(records, scores)
         if self._checkpoints is not None:
             before_part()

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 # Raised with every change of what is decided here, in the gate, the candidate or the learning-rate
 # scale: benchmark results that were made under other rules are then not taken for today's.
-RULES = 1
+RULES = 2
 _AT_ONCE = 32  # records that are decoded under one permit: some milliseconds
 _DIVERGED = "the training loss is not finite"
 
@@ -214,6 +214,7 @@ class TrainingLoop:
         train = candidate.usable(self._training_records(topic, stats))
         if not train:
             raise TopicNotTrainable("no usable records to learn from")
+        candidate.test(train, self._steps.wait_for_permit)
         candidate.grow_vocabulary(train)
         held_out = self._sample(topic, self._settings.held_out_records, "held_out", stats)
         held_out = candidate.usable(held_out)
@@ -360,7 +361,8 @@ class TrainingLoop:
         scores, served, state = candidate.compare(held_out, self._steps.wait_for_permit)
         self._client.release_permit()
         looks = candidate.rejections + 1
-        decision = decide(scores, served, self._settings.gate, looks=looks)
+        gate, earlier = self._settings.gate, candidate.tests
+        decision = decide(scores, served, gate, earlier=earlier, looks=looks)
         facts: Decision = {
             **decision.facts(),
             **_training_facts(candidate),

@@ -40,11 +40,12 @@ class Decision(TypedDict, total=False):
         restored_from: the earlier version whose weights are served again.
         audit: whether the last known good version is tried, see CanarySettings.
         proven: whether a promoted version was shown to be better.
-        candidate_expected_acceptance: the gate's, as the next six; see GateDecision.
+        candidate_expected_acceptance: the gate's, as the next seven; see GateDecision.
         served_expected_acceptance: of the served draft.
         gain_lower_bound: of the candidate's gain.
         gain_upper_bound: likewise.
         records: held-out ones.
+        tests: of the candidate's earlier weights.
         train_records: that it learnt from.
         steps: optimizer steps.
         rate_share: share of the learning rate.
@@ -80,6 +81,7 @@ class Decision(TypedDict, total=False):
     gain_lower_bound: float | None
     gain_upper_bound: float | None
     records: int
+    tests: int
     train_records: int
     steps: int
     rate_share: float

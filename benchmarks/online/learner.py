@@ -183,7 +183,8 @@ class Learner:
 
     def add(self, record: ReplayRecord, expert: str | None = None) -> None:
         """Add a record for an expert, by default its topic's; train and swap if a round is due."""
-        record = record if expert is None else replace(record, topic=expert)
+        # It comes now, whenever its answer was made.
+        record = replace(record, topic=expert or record.topic, created=self._clock.now)
         self.client.shards[record.topic].insert(encode(record))
         self._clock.now += _REQUEST_S
         self._records += 1

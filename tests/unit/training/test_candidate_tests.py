@@ -1,0 +1,112 @@
+"""Test, then train: on what records a candidate is tested before it trains on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from local_client import filled, make_loop, trainer_settings
+from training_records import learn, training_record
+
+from paceline.actors.replay.record import ReplayRecord, encode, synthetic_id
+from paceline.actors.training.candidate import Candidate
+from paceline.actors.training.progress import LeaseRevoked
+from paceline.actors.weights.flat_weights import flatten
+
+pytestmark = pytest.mark.usefixtures("deepspeed")
+
+
+def records(start: int, stop: int) -> list[ReplayRecord]:
+    return [training_record(n, created=float(n)) for n in range(start, stop)]
+
+
+def trained(draft: Path) -> Candidate:
+    """A candidate that was given records 0 to 7 and trained on them."""
+    candidate = Candidate("sql", trainer_settings(draft))
+    candidate.test(records(0, 8), lambda: None)
+    assert not candidate.tests
+    for _ in range(12):
+        learn(candidate, records(0, 8))
+    return candidate
+
+
+def test_a_new_record_is_a_test_once(draft: Path) -> None:
+    candidate = trained(draft)
+    candidate.test(records(0, 12), lambda: None)
+    assert len(candidate.tests) == 4
+    scores, served, _ = candidate.compare(records(8, 12), lambda: None)
+    assert [*candidate.tests] == pytest.approx(list(scores - served))
+    candidate.test(records(0, 12), lambda: None)
+    assert len(candidate.tests) == 4
+    candidate.test(records(2, 13), lambda: None)
+    assert len(candidate.tests) == 5
+
+
+def test_one_that_comes_late_or_repeats_a_prompt_or_is_made_up_is_no_test(draft: Path) -> None:
+    candidate = trained(draft)
+    late = training_record(20, created=3.5)
+    again = replace(training_record(5, created=30.0), request_id="again")
+    made = replace(training_record(21, created=30.0), request_id=synthetic_id("r3", 0))
+    twins = [replace(training_record(22, created=30.0 + n), request_id=f"t{n}") for n in range(3)]
+    candidate.test([late, again, made, *twins], lambda: None)
+    assert len(candidate.tests) == 1
+
+
+def test_weights_that_do_not_differ_from_the_served_ones_are_not_tested(draft: Path) -> None:
+    candidate = trained(draft)
+    candidate.test(records(8, 12), lambda: None)
+    scores, _, state = candidate.compare(records(0, 4), lambda: None)
+    candidate.mark_published(1, state, records(0, 4), scores)
+    assert not candidate.tests
+    candidate.test(records(12, 16), lambda: None)
+    assert not candidate.tests
+    learn(candidate, records(12, 16))
+    candidate.test(records(16, 18), lambda: None)
+    assert len(candidate.tests) == 2
+
+
+def test_what_starts_over_forgets_its_tests(draft: Path) -> None:
+    candidate = trained(draft)
+    candidate.test(records(8, 12), lambda: None)
+    candidate.reset()
+    assert not candidate.tests
+    candidate.test(records(12, 16), lambda: None)
+    assert not candidate.tests
+    learn(candidate, records(0, 8))
+    candidate.test(records(12, 17), lambda: None)
+    assert len(candidate.tests) == 1
+    # published weights may have been trained on whatever was there
+    candidate.load(1, flatten(candidate.compare(records(0, 4), lambda: None)[2]))
+    learn(candidate, records(0, 8))
+    candidate.test(records(17, 20), lambda: None)
+    assert not candidate.tests
+    candidate.test(records(20, 23), lambda: None)
+    assert len(candidate.tests) == 3
+
+
+def test_a_test_that_is_interrupted_is_made_the_next_time(draft: Path) -> None:
+    candidate = trained(draft)
+
+    def revoked() -> None:
+        raise LeaseRevoked
+
+    with pytest.raises(LeaseRevoked):
+        candidate.test(records(8, 12), revoked)
+    assert not candidate.tests
+    candidate.test(records(8, 12), lambda: None)
+    assert len(candidate.tests) == 4
+
+
+def test_the_gate_decides_on_tests_too(draft: Path, tmp_path: Path) -> None:
+    client = filled(tmp_path)
+    settings = trainer_settings(draft, ("sql",), round_seconds=0.05)
+    loop = make_loop(settings, client)
+    for start in range(1_000, 1_040, 10):
+        loop.run_round()
+        for record in records(start, start + 10):
+            client.shards["sql"].insert(encode(record))
+    assert client.registry is not None
+    history = client.registry.history("sql")
+    assert history[0]["tests"] == 0
+    assert any(decision["tests"] > 0 for decision in history)
