@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -20,7 +20,7 @@ from prompts import Prompt, mark_of, measured_prompts, source_of, training_promp
 from torch import Tensor
 
 from online.learner import Evaluator, Learner, Learning, SyntheticRecords
-from online.rounds import Tally, replayed
+from online.rounds import Agreement, Tally, replayed
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_tokenizer
 from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
@@ -230,12 +230,9 @@ class Lab:
         """Records of a topic's test."""
         return self.records(f"{topic}-test", self.test_prompts(topic))
 
-    def replayed(
-        self, state: Mapping[str, Tensor] | None, records: Sequence[ReplayRecord]
-    ) -> list[Tally]:
-        """What speculation with these weights would have done; None are the initial ones."""
-        found = self.evaluator.agreements(state, records)
-        return [replayed(own, self.sizes.k, self.sizes.max_tokens) for own in found]
+    def replayed(self, agreements: Iterable[Agreement]) -> list[Tally]:
+        """What speculation with a draft that agrees so would have done."""
+        return [replayed(own, self.sizes.k, self.sizes.max_tokens) for own in agreements]
 
     def scores(self, topic: str, state: Mapping[str, Tensor] | None) -> list[float]:
         """Acceptance per test prompt of a topic under these weights; None are the initial ones."""

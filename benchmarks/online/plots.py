@@ -19,6 +19,7 @@ COLOURS = {
     "frozen": FROZEN,
     "online": ONLINE,
     "suffix": "#4f8a5b",
+    "both": "#7a4f9a",
     "with synthetic prompts": "#b8860b",
 }
 _CEILING = {"color": "#3b5b92", "linestyle": "--", "label": "offline ceiling, on the test"}

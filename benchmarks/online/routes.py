@@ -155,7 +155,7 @@ def run_arm(
     def tallied(pairs: Sequence[tuple[Prompt, str]], records: Sequence[ReplayRecord]) -> Unit:
         tallies = {}
         for draft, state in weights.items():
-            own = lab.replayed(state, records)
+            own = lab.replayed(lab.evaluator.agreements(state, records))
             tallies[draft] = [[t.rounds, t.drafted, t.accepted, round(t.gain, 5)] for t in own]
         found = [classify(prompt.text) for prompt, _ in pairs]
         return {

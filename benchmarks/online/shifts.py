@@ -66,8 +66,9 @@ def shift(
         with lab.learner(experts, learning) as (learner, _):
             scores, phases = [scores_of(learner)], []
             for records in phases_of(lab, kind, order):
-                counts = streams.learn(lab, learner, records, draft_of)
-                phases.append(list(chain.from_iterable(counts)))
+                learnt = streams.learn(lab, learner, records, draft_of)
+                agreements = list(chain.from_iterable(learnt))
+                phases.append(streams.counts_of(lab.replayed(agreements), records))
                 scores.append(scores_of(learner))
             return {
                 "order": list(order),

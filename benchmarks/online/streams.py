@@ -31,14 +31,14 @@ from torch import Tensor
 from online.lab import QUICK, Lab, Sizes, lab_arguments
 from online.learner import Learner, Learning
 from online.plots import draw_curves
-from online.rounds import Tally, replayed_suffixes
+from online.rounds import Agreement, Both, Tally, replayed_suffixes
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.distiller import Distiller
 
 ORDER = ("math", "sql", "shell", "code")
 FOLDER_TOPICS = (*ORDER, "chat", "finance")
 PARTS = ("streams", "seeds", "synthetic", "ceilings")
-SERVED = ("frozen", "suffix", "online")
+SERVED = ("frozen", "suffix", "online", "both")
 COUNTS = ("rounds", "accepted", "drafted", "tokens")
 LEAST_GAP = 0.15  # from frozen to ceiling, below which a share of it says little
 SHARE = 0.9  # of such a gap that is to be closed
@@ -58,7 +58,7 @@ def counts_with(
     lab: Lab, state: Mapping[str, Tensor] | None, records: Sequence[ReplayRecord]
 ) -> list[list[int]]:
     """``COUNTS`` of answers with these weights; None are the initial ones."""
-    return counts_of(lab.replayed(state, records), records)
+    return counts_of(lab.replayed(lab.evaluator.agreements(state, records)), records)
 
 
 def learn(
@@ -66,10 +66,10 @@ def learn(
     learner: Learner,
     records: Sequence[ReplayRecord],
     expert_of: Callable[[str], str] = lambda topic: topic,
-) -> Iterator[list[list[int]]]:
-    """Learn from a stream, round by round; yield counts per request of each.
+) -> Iterator[list[Agreement]]:
+    """Learn from a stream, round by round; yield where the draft agrees with each answer.
 
-    A request is counted with the weights that are served when it comes.
+    With the weights that are served when the request comes.
 
     Args:
         lab: see Lab.
@@ -80,43 +80,49 @@ def learn(
     rest = list(records)
     while rest:
         part, rest = rest[: learner.until_round], rest[learner.until_round :]
-        counts: list[list[int]] = []
+        agreements: list[Agreement] = []
         for expert, own in groupby(part, lambda record: expert_of(record.topic)):
-            counts += counts_with(lab, learner.served(expert)[1], list(own))
+            state = learner.served(expert)[1]
+            agreements += lab.evaluator.agreements(state, list(own))
         for record in part:
             learner.add(record, expert_of(record.topic))
-        yield counts
+        yield agreements
 
 
 def stream(lab: Lab, topic: str, learning: Learning, *, run: bool = True) -> Unit | None:
     """A topic's stream, from disk or run now; None if it is missing and not to be run.
 
-    ``frozen``, ``online``, ``suffix``: counts per request; ``checkpoints``: scores per test prompt
-    by requests; ``test_frozen``, ``test_online``, ``test_suffix``: counts of the test with the
-    initial weights, with the last, and with all answers of the stream known; ``learning``: cost and
-    decisions; ``synthetic``: what was made up.
+    ``frozen``, ``online``, ``suffix``, ``both``: counts per request, the last of ``online`` and
+    ``suffix`` together as they are served by default; ``checkpoints``: scores per test prompt by
+    requests; ``test_frozen``, ``test_online``, ``test_suffix``, ``test_both``: counts of the test
+    with the initial weights, with the last, with all answers of the stream known, and with both;
+    ``learning``: cost and decisions; ``synthetic``: what was made up.
     """
 
     def make() -> Unit:
         records, test = lab.stream_records(topic), lab.test_records(topic)
         found: Unit = {"machine": machine(), "frozen": counts_with(lab, None, records)}
-        scores, online = {"0": lab.scores(topic, None)}, list[list[int]]()
+        scores, agreements = {"0": lab.scores(topic, None)}, list[Agreement]()
         with lab.learner([topic], learning) as (learner, synthetic):
-            for counts in learn(lab, learner, records):
-                before, online = len(online), online + counts
-                done = len(online)
+            for learnt in learn(lab, learner, records):
+                before, done = len(agreements), len(agreements) + len(learnt)
+                agreements += learnt
                 if any(before < at <= done for at in (*lab.sizes.checkpoints, len(records))):
                     scores[str(done)] = lab.scores(topic, learner.served(topic)[1])
                     say(f"{topic}: {done} requests, acceptance {np.mean(scores[str(done)]):.3f}")
             state, found["learning"] = learner.served(topic)[1], learner.facts()
-        found |= {"checkpoints": scores, "online": online}
+        found |= {"checkpoints": scores, "online": counts_of(lab.replayed(agreements), records)}
         if synthetic is not None:
             found["synthetic"] = synthetic.facts()
         k, most = lab.sizes.k, lab.sizes.max_tokens
         found["suffix"] = counts_of(replayed_suffixes(records, k, most), records)
         found["test_suffix"] = counts_of(replayed_suffixes(test, k, most, records), test)
         found["test_frozen"] = counts_with(lab, None, test)
-        return found | {"test_online": counts_with(lab, state, test)}
+        at_last = lab.evaluator.agreements(state, test)
+        found["test_online"] = counts_of(lab.replayed(at_last), test)
+        both = Both(k, most)  # first over the stream: the test's requests come after it
+        found["both"] = counts_of(map(both.replayed, records, agreements), records)
+        return found | {"test_both": counts_of(map(both.replayed, test, at_last), test)}
 
     sizes = {"stream": len(lab.stream(topic)), "checkpoints": list(lab.sizes.checkpoints)}
     settings = lab.settings([topic], {"learning": asdict(learning), **sizes})

@@ -12,7 +12,7 @@ import torch
 from engines import engine_of, request, run, served, tokens_of
 from numpy.typing import NDArray
 from online import routes
-from online.rounds import Tally, replayed, replayed_suffixes
+from online.rounds import Both, Tally, replayed, replayed_suffixes
 from online.routes import Case
 from prompts import Prompt
 from tiny_models import tiny_llama
@@ -52,12 +52,13 @@ def test_a_later_token_of_a_round_is_that_of_a_later_step() -> None:
     assert replayed(agreement(first, second), 3, 9) == Tally(2, 6, 3, pytest.approx(7 / 8))
 
 
-def test_suffixes_are_replayed_from_what_came_before() -> None:
-    def record(prompt: list[int], output: list[int]) -> ReplayRecord:
-        named = {"prompt_token_ids": prompt, "output_token_ids": output}
-        arrays = {name: np.array(ids, dtype=np.int32) for name, ids in named.items()}
-        return replace(training_record(0), **arrays)  # type: ignore[arg-type]
+def record(prompt: list[int], output: list[int]) -> ReplayRecord:
+    named = {"prompt_token_ids": prompt, "output_token_ids": output}
+    arrays = {name: np.array(ids, dtype=np.int32) for name, ids in named.items()}
+    return replace(training_record(0), **arrays)  # type: ignore[arg-type]
 
+
+def test_suffixes_are_replayed_from_what_came_before() -> None:
     first = record([1, 2, 3], [10, 11, 12, 13, 14, 15, 16, 17])
     again, other = record([9, 2, 3], [10, 11, 12, 13, 99, 15]), record([7], [30, 31])
     found = replayed_suffixes([first, again, other], 3, 90)
@@ -71,6 +72,23 @@ def test_suffixes_are_replayed_from_what_came_before() -> None:
     assert replayed_suffixes([record([5, 6, 1, 2, 3, 4, 5, 6, 1], [2, 3, 4])], 3, 3) == [
         Tally(1, 2, 2, 2 / 3)
     ]
+
+
+def test_of_draft_and_suffix_the_more_promising_drafts() -> None:
+    answer = list(range(40, 70))
+    first, again = record([1, 2, 3], answer), record([9, 2, 3], answer)
+    never, always = agreement([False] * 30), agreement([True] * 30)
+    alone = replayed(never, 3, 90)
+    both = Both(3, 90)
+    unknown = both.replayed(first, never)  # nothing repeats: the draft alone
+    assert (unknown.rounds, unknown.accepted) == (alone.rounds, 0)
+    known = both.replayed(again, never)
+    assert known.accepted > 20
+    # a draft that is always right is not given up for suffixes
+    both = Both(3, 90)
+    for number in range(6):
+        found = both.replayed(record([number, 2, 3], answer), always)
+        assert found.accepted == replayed(always, 3, 90).accepted
 
 
 def noisy(model: Any) -> Any:

@@ -104,10 +104,12 @@ def stream(online: float) -> dict[str, Any]:
         "frozen": counts(1, 1, 1, 1),
         "online": counts(1, 5, 9, 9),
         "suffix": counts(0, 1, 2, 2),
+        "both": counts(1, 5, 9, 9),
         "checkpoints": {"0": [0.1, 0.2], "4": [online, online]},
         "test_frozen": counts(1, 1),
         "test_online": counts(9, 8),
         "test_suffix": counts(2, 2),
+        "test_both": counts(9, 9),
         "learning": {"seconds": 1.0, "micro_steps": 8, "published": 2, "rejected": 1},
         "machine": {},
     }
