@@ -66,6 +66,10 @@ class ShardHost:
         """Statistics of all shards; thread-safe."""
         return [shard.stats() for shard in list(self._shards.values())]
 
+    def topics(self) -> list[str]:
+        """Topics of all shards, also of those on disk that are configured no more."""
+        return list(self._shards)
+
     def ping(self) -> bool:
         """True: the actor answers."""
         return True
@@ -80,6 +84,7 @@ class ShardHostHandle:
     """Actor handle of a ShardHost."""
 
     call = remote_method(ShardHost.call)
+    topics = remote_method(ShardHost.topics)
     ping = remote_method(ShardHost.ping)
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 GENERAL = "general"
 DEFAULT_MIN_CONFIDENCE = 0.5  # of topics that a mapping does not name
 
-# Probability that the likeliest topic needs: one for all, or by topic of the calibrated classifier.
-# Added topics are trained on few examples and less certain.
+# Probability that the most probable topic needs: one for all, or by topic of the calibrated
+# classifier. Added topics are trained on few examples and less certain.
 MinConfidence = float | Mapping[str, float]
 
 
@@ -25,14 +25,14 @@ class Route:
 def choose_topic(
     probabilities: Mapping[str, float], experts: Collection[str], min_confidence: MinConfidence
 ) -> str:
-    """The likeliest topic, or ``general`` if it is uncertain.
+    """The most probable topic, or ``general`` if it is uncertain.
 
     A wrong expert costs more than a right one gains, so the generalist is the floor.
 
     Args:
         probabilities: by topic, see `TopicClassifier.classify`; may be empty.
         experts: names of all experts.
-        min_confidence: probability in [0, 1] that the likeliest topic needs. For a topic that a
+        min_confidence: probability in [0, 1] that the most probable topic needs. For a topic that a
             mapping names it is the probability among the named ones and ``general``, for which
             the classifier was calibrated: a slightly similar added topic takes nothing away.
             Other topics need :data:`DEFAULT_MIN_CONFIDENCE`, among all.

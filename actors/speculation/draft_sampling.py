@@ -63,7 +63,7 @@ def pick_tokens(
     return columns
 
 
-def takes_likeliest(batch: SamplingBatch, rows: Sequence[DraftRow], support: int) -> bool:
+def takes_most_probable(batch: SamplingBatch, rows: Sequence[DraftRow], support: int) -> bool:
     """Whether every row drafts the most probable token of its unprocessed logits."""
     unprocessed = batch.logits_processors is None and all(row.grammar is None for row in rows)
     return unprocessed and (batch.all_greedy or support == 1)

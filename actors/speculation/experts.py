@@ -16,7 +16,7 @@ from paceline.actors.engine.sampling import SamplingBatchCache
 from paceline.actors.engine.top_tokens import most_probable_into
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.costs import DraftPrefill, batch_prefills
-from paceline.actors.speculation.draft_sampling import draw_drafts, takes_likeliest
+from paceline.actors.speculation.draft_sampling import draw_drafts, takes_most_probable
 from paceline.actors.speculation.early_end import kept_lengths
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal, drop_non_finite
@@ -293,7 +293,7 @@ class ExpertStack:
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
     ) -> Proposal:
         batch = self._params.get([row.sampling for row in rows])
-        if takes_likeliest(batch, rows, support):
+        if takes_most_probable(batch, rows, support):
             chosen, probs, counts = self._draft_most_probable(rows)
             proposal = Proposal.of_most_probable(chosen, counts, probs)
         else:

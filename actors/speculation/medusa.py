@@ -31,7 +31,7 @@ from paceline.actors.engine.sampling import SamplingBatchCache
 from paceline.actors.engine.top_tokens import most_probable_into
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.costs import DraftPrefill
-from paceline.actors.speculation.draft_sampling import draw_drafts, takes_likeliest
+from paceline.actors.speculation.draft_sampling import draw_drafts, takes_most_probable
 from paceline.actors.speculation.proposer import DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal, drop_non_finite
 
@@ -215,7 +215,7 @@ class HeadStack:
         hidden = self._target_kv.read_hidden([row.target_row for row in rows], at)[:, 0]
         logits = self.logits(hidden, steps)
         batch = self._params.get([row.sampling for row in rows])
-        if not takes_likeliest(batch, rows, support):
+        if not takes_most_probable(batch, rows, support):
             following: Iterator[Tensor] = iter(logits)
             return draw_drafts(
                 lambda _: next(following)[:, None], steps, rows, batch, support, generator

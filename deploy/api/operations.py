@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -17,12 +17,19 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from paceline.actors.replay.host import ShardHostHandle, shard_of
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.training.scorer import ScorerHandle
 from paceline.actors.weights.subscriber import RegistryHandle
 from paceline.actors.weights.versions import VersionChangedError
 from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
-from paceline.deploy.api.actor_calls import Call, call_required, call_with_timeout, remote_message
+from paceline.deploy.api.actor_calls import (
+    Call,
+    call_or_none,
+    call_required,
+    call_with_timeout,
+    remote_message,
+)
 from paceline.deploy.api.admission import DrainState
 from paceline.deploy.api.auth import authorize, forbidden
 from paceline.deploy.api.request_parser import parse_json, read_body
@@ -31,7 +38,7 @@ from paceline.deploy.errors import UNKNOWN_OUTCOME, VERSION_CHANGED, ApiError
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 2**16
-_TIMEOUT_S = 30.0
+_TIMEOUT_S, _TOPICS_TIMEOUT_S = 30.0, 5.0
 # Keys among the shards' in a purge's result; not valid topic names.
 SCORER, REPLICAS = "(scorer)", "(replicas)"
 
@@ -65,6 +72,13 @@ class DrainRequest(_Body):
     on: bool = True
 
 
+async def shards_of(hosts: Sequence[ShardHostHandle]) -> dict[str, ShardHandle]:
+    """All shards of the hosts that answer, by topic: some may be configured no more."""
+    calls = (call_or_none(host.topics.remote, _TOPICS_TIMEOUT_S) for host in hosts)
+    found = await asyncio.gather(*calls)
+    return {topic: shard_of(topic, hosts) for own in found for topic in own or ()}
+
+
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=_Body)
 
@@ -75,7 +89,7 @@ class Operations:
     Args:
         registry: actor handle of the weight registry.
         scheduler: actor handle of the trainer scheduler.
-        shards: gives the current replay shards by topic.
+        shards: gives the replay shards by topic, of all that may hold records.
         drain_state: of this replica.
         scorer: actor handle; keeps a sample of the records. None if there is none.
         purge_replicas: removes an answer (None: all) of a topic (None: all) from the target

@@ -46,10 +46,10 @@ _CHAT_FIELDS = ("messages", "response_format", "response_format.json_schema.sche
 _RESPONSES_FIELDS = ("input", "text.format", "text.format.schema")
 DRAFT_AUTO = "auto"
 DRAFT_OFF = "off"
-# Below this temperature the likeliest token has all the mass that float32 can tell apart, and
+# Below this temperature the most probable token has all the mass that float32 can tell apart, and
 # dividing the logits by it may overflow: sampling is greedy.
 GREEDY_TEMPERATURE = 1e-5
-MIN_TOP_P = 1e-6  # keeps the likeliest token alone, and is above zero in float32
+MIN_TOP_P = 1e-6  # keeps the most probable token alone, and is above zero in float32
 _LARGE_BODY_BYTES = 64 * 2**10
 
 ResultT = TypeVar("ResultT")

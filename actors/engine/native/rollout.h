@@ -15,7 +15,7 @@ struct RolloutDraft {
   Weight head;               // [tokens of the draft's vocabulary, hidden], or [tokens, rank]
   const int64_t* vocabulary;  // [tokens], ids
   float eps;
-  // If there is a basis, the head reads states in it: its logits are guesses, see likeliest().
+  // If there is a basis, the head reads states in it: its logits are guesses, see most_probable().
   Weight basis;      // [rank, hidden]
   const void* rows;  // [vocabulary of the target, hidden], the exact head
 };
@@ -34,7 +34,7 @@ float dot(const T* a, const T* b, int64_t size) {
 // The most probable token by the exact logits of those that guesses put near the top, and its
 // probability among them: not finite if the guesses are not.
 template <class T>
-void likeliest(const RolloutDraft& draft, const T* guesses, const T* state, int64_t* index,
+void most_probable(const RolloutDraft& draft, const T* guesses, const T* state, int64_t* index,
                float* prob) {
   constexpr int64_t block = 64;
   const int64_t size = draft.head.out, hidden = draft.basis.in;
@@ -167,7 +167,7 @@ class RolloutRun {
       float* prob = r_.probs + b * r_.most + step;
       int64_t index;
       if (rank_ == 0) top_one(logits, 1, own.head.out, &index, prob);
-      else likeliest(own, logits, last_ + slot(b) * f_.hidden, &index, prob);
+      else most_probable(own, logits, last_ + slot(b) * f_.hidden, &index, prob);
       r_.ids[b * r_.most + step] = own.vocabulary[index];
     });
     for (int64_t b = 0; b < f_.attention.batch; ++b) {

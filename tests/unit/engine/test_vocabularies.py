@@ -35,7 +35,7 @@ DRAFTS = ("a", "b", "c", "d", "e")
 
 
 def llama(seed: int, vocab: int, **more: Any) -> Any:
-    """Its likeliest tokens are those that the other vocabulary lacks."""
+    """Its most probable tokens are those that the other vocabulary lacks."""
     model = tiny_llama(seed, vocab=vocab, **more)
     model.model.embed_tokens.weight.data[SMALL:] *= 2
     return served(model)

@@ -77,6 +77,7 @@ def test_a_new_topic_s_shard_is_there_when_it_is_called_and_after_a_death(tmp_pa
     assert [own.count("acme.travel") for own in held(again)] == [
         int(host_of("acme.travel", 2) == at) for at in range(2)
     ]
+    assert [local.host.topics() for local in again] == held(again)
     (data,) = shard_of("acme.travel", again).sample.remote(1, "train")
     assert decode(data).request_id == "a"
 

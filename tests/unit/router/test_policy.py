@@ -8,7 +8,7 @@ from paceline.actors.router.policy import Route, choose_topic, route
 TOPICS = ["math", "code", "sql", "shell", "general"]
 
 
-def test_the_likeliest_topic_drafts_when_it_is_sure_enough() -> None:
+def test_the_most_probable_topic_drafts_when_it_is_sure_enough() -> None:
     assert choose_topic({"sql": 0.8, "code": 0.2}, TOPICS, 0.7) == "sql"
 
 
@@ -67,7 +67,7 @@ def test_an_added_topic_takes_no_certainty_from_those_that_the_classifier_was_ma
     st.sets(st.sampled_from([*TOPICS, "law"])),
     st.dictionaries(st.sampled_from(TOPICS[:4]), st.floats(0, 1), min_size=1),
 )
-def test_by_a_mapping_too_the_choice_is_the_likeliest_or_the_generalist(
+def test_by_a_mapping_too_the_choice_is_the_most_probable_or_the_generalist(
     probabilities: dict[str, float], experts: set[str], needed: dict[str, float]
 ) -> None:
     chosen = choose_topic(probabilities, experts, needed)

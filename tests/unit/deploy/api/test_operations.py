@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fastapi.responses import JSONResponse
 from replay_samples import make_record
 
 from paceline.actors.replay.buffer import ReplaySettings
-from paceline.actors.replay.host import shard_of
+from paceline.actors.replay.host import ShardHost, shard_of
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.permits import Permit, TrainerIdentity
@@ -27,7 +28,7 @@ from paceline.actors.weights.registry import WeightRegistry
 from paceline.cluster.named_actor import NamedActor
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.api.admission import DrainState
-from paceline.deploy.api.operations import Operations
+from paceline.deploy.api.operations import Operations, shards_of
 from paceline.deploy.cli import operations as operations_command
 from paceline.deploy.cli import tables
 from paceline.deploy.errors import ApiError, CallError, NoAnswerError
@@ -161,6 +162,36 @@ def test_a_purge_reaches_the_target_replicas(world: World) -> None:
     removed = world.post("replay/purge", {"request_id": "cmpl-b"}).json()["removed"]
     assert removed == {"sql": 0, "general": 0, "(replicas)": None}
     assert asked == [(None, "sql"), ("cmpl-b", None)]
+
+
+def test_a_purge_reaches_records_on_disk_of_topics_that_are_configured_no_more(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, now = ReplaySettings(held_out_fraction=0.0), time.time()
+
+    def open_hosts(topics: Sequence[str]) -> list[Any]:
+        return [Remote(ShardHost(i, 2, topics, settings, str(tmp_path / "replay"))) for i in (0, 1)]
+
+    before = open_hosts(["travel", "art"])
+    for name in ("travel", "art"):
+        data = encode(make_record(request_id=f"{name}-a", topic=name, created=now))
+        asyncio.run(shard_of(name, before).insert.remote(data))  # type: ignore[arg-type]
+
+    hosts = open_hosts(TOPICS)
+
+    async def shards_now() -> dict[str, Any]:
+        return await shards_of(hosts) | await world.shards_now()
+
+    monkeypatch.setattr(world.operations, "_shards", shards_now)
+    world.insert("cmpl-a")
+    none = dict.fromkeys(TOPICS, 0)
+    assert world.post("replay/purge", {"request_id": "art-a"}).json()["removed"] == none | {
+        "art": 1,
+        "travel": 0,
+    }
+    assert world.post("replay/purge", {"topic": "travel"}).json() == {"removed": {"travel": 1}}
+    assert not (tmp_path / "replay" / "travel.records").read_bytes()
+    assert world.post("replay/purge", {"topic": "cooking"}).status_code == 404
 
 
 def test_an_answer_is_purged_with_all_its_choices_and_no_other(world: World) -> None:
