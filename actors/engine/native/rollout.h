@@ -35,7 +35,7 @@ float dot(const T* a, const T* b, int64_t size) {
 // probability among them: not finite if the guesses are not.
 template <class T>
 void most_probable(const RolloutDraft& draft, const T* guesses, const T* state, int64_t* index,
-               float* prob) {
+                   float* prob) {
   constexpr int64_t block = 64;
   const int64_t size = draft.head.out, hidden = draft.basis.in;
   float largest = -std::numeric_limits<float>::infinity();
