@@ -271,7 +271,7 @@ class TrainingConfig(Section):
     ``average_decay`` is the decay of the weights' exponential moving average, which is what is
     evaluated and served; 0 takes the last weights.
 
-    ``min_gain`` is the gain of acceptance on held-out records that the lower confidence bound must
+    ``min_gain`` is the gain of acceptance on records not trained on that its lower bound must
     exceed for a publication.
 
     ``adapter`` lora trains low-rank adapters, which are merged for serving. ``zero_stage`` auto is
