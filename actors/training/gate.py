@@ -103,7 +103,8 @@ def decide(
             again and again on much the same records would pass by chance some day, so the error
             of each look is that of all over one more than their number. Records grow as looks do,
             and looks at much the same records err together: their errors do not add up (drawn
-            streams in ``tests/property/test_gate.py``).
+            streams in ``tests/property/test_gate.py``). The upper bound errs as often as its look
+            alone, over the root of their number: to start over by mistake costs a round.
 
     Raises:
         ValueError: the two have other shapes.
@@ -119,9 +120,9 @@ def decide(
         return GateDecision(False, NOT_FINITE, math.nan, means[1], math.nan, count)
     if count < max(settings.min_records, 2):
         return GateDecision(False, TOO_FEW, *means, math.nan, count)
-    gains, error = candidate - served, (1.0 - settings.confidence) / (looks + 1)
-    bound = gain_bound(np.concatenate([gains, earlier]), settings, error)
-    upper = -gain_bound(-gains, settings, error)
+    gains, error = candidate - served, 1.0 - settings.confidence
+    bound = gain_bound(np.concatenate([gains, earlier]), settings, error / (looks + 1))
+    upper = -gain_bound(-gains, settings, error / math.sqrt(looks))
     publish = min(bound, float(gains.mean())) > settings.min_gain
     reason = "better" if publish else "not shown to be better"
     return GateDecision(publish, reason, *means, bound, count, upper, len(earlier))

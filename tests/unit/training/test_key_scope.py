@@ -53,8 +53,8 @@ def test_no_record_reaches_another_key_s_or_topic_s_batch(
 
     monkeypatch.setattr(Candidate, "make_shares", watched)
     monkeypatch.setattr(Candidate, "compare", compared)
-    loop = make_loop(quick_settings(draft, LEARNING, round_seconds=0.1), client)
-    for _ in range(4 * len(LEARNING)):
+    loop = make_loop(quick_settings(draft, LEARNING, round_seconds=0.2), client)
+    for _ in range(2 * len(LEARNING)):
         loop.run_round()
     assert learnt == judged == {topic: {topic} for topic in LEARNING}
     assert client.registry is not None

@@ -151,7 +151,7 @@ def test_a_rate_that_throws_a_good_draft_back_is_lowered_until_it_does_not(
     assert shares[0] == 1.0
     assert lost[0] > 0.2
     assert min(shares) < 0.2
-    assert lost[-1] < 0.05
+    assert np.mean(lost[3:]) < 0.05  # a publication raises the rate again
 
 
 def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
