@@ -25,6 +25,7 @@ from paceline.actors.engine.request import (
     merge_chunks,
 )
 from paceline.actors.engine.stats import EngineStats, RequestStats
+from paceline.actors.replay.held_records import HeldRecords
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.speculation.pending_updates import Update
 from paceline.actors.weights.draft_outcomes import DraftOutcome
@@ -161,22 +162,25 @@ class EngineLoop:
         on_load: Callable[[int, int], None] | None = None,
         on_outcome: Callable[[DraftOutcome], None] | None = None,
         chunks_per_s: float = 0.0,
+        held_records: HeldRecords | None = None,
     ) -> None:
         """Start the thread.
 
         Args:
             engine: used by this thread alone from now on.
             num_threads: torch threads of the forwards; OpenMP counts them per thread.
-            on_record: called with the replay record of every recorded request that finishes.
+            on_record: called with the replay records of finished requests, once they are due.
             on_load: called with (running, waiting) after every round and when all is done.
             on_outcome: called with the draft outcome of a request.
             chunks_per_s: see :func:`flush_interval_s`.
+            held_records: those that are not due yet; None makes a queue of its own.
         """
         self._engine = engine
         self._num_threads = num_threads
         self._on_record = on_record
         self._on_load = on_load
         self._on_outcome = on_outcome
+        self._held_records = HeldRecords() if held_records is None else held_records
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams = StreamBatcher(chunks_per_s, time.monotonic, self._abort)
         self._background: set[str] = set()  # run ids; only while no others run
@@ -244,7 +248,7 @@ class EngineLoop:
         )
 
     def close(self) -> None:
-        """Stop the thread after the current round."""
+        """Stop the thread after the current round, once it has handed over all records."""
         self._closed = True
         self._commands.put(None)
         self._thread.join(timeout=10)
@@ -284,13 +288,13 @@ class EngineLoop:
         self._request_stats.on_abort(request_id)
         self._engine.abort(request_id)
 
-    def _run_commands(self, *, wait: bool) -> None:
-        """Run the queued commands; block for the first if ``wait``."""
+    def _run_commands(self, wait_s: float | None) -> None:
+        """Run the queued commands; wait so long for the first, None: for ever."""
         try:
             while True:
-                command = self._commands.get(block=wait)
+                command = self._commands.get(wait_s != 0.0, wait_s)
                 self._round_started_at = time.monotonic()
-                wait = False
+                wait_s = 0.0
                 if command is not None:
                     command()
         except queue.Empty:
@@ -299,8 +303,9 @@ class EngineLoop:
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)
         while not self._closed:
-            self._run_commands(wait=not self._engine.has_work)
+            self._run_commands(self._wait_s())
             self._round_started_at = time.monotonic()
+            self._hand_over()
             if self._closed or not self._engine.has_work:
                 self._report()
                 continue
@@ -318,6 +323,26 @@ class EngineLoop:
             self._streams.flush()
             if not self._engine.has_work:
                 self._report()
+        while self._held_records:
+            self._hand_over_oldest()
+
+    def _wait_s(self) -> float | None:
+        """Seconds that the thread may wait for a command; None if there is nothing else to do."""
+        if self._engine.has_work:
+            return 0.0
+        return self._record_due_in_s() if self._held_records else None
+
+    def _record_due_in_s(self) -> float:
+        return self._held_records.due_in_s(time.monotonic(), busy=self.load() != (0, 0))
+
+    def _hand_over(self) -> None:
+        """Hand over one record if it is due: a request that arrives waits for no more."""
+        if self._record_due_in_s() <= 0.0:
+            self._hand_over_oldest()
+
+    def _hand_over_oldest(self) -> None:
+        if self._on_record is not None:
+            self._held_records.hand_over(self._on_record, time.monotonic())
 
     def _fail_all(self) -> list[StepOutput]:
         """End every request, including those that the failed round removed from the engine."""
@@ -342,7 +367,7 @@ class EngineLoop:
         if finished or chunk.token_ids or chunk.text:
             self._streams.put(output.request_id, chunk)
         if output.record is not None and self._on_record is not None:
-            self._on_record(output.record)
+            self._held_records.add(output.record, time.monotonic())
         if output.outcome is not None and self._on_outcome is not None:
             self._on_outcome(output.outcome)
 

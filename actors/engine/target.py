@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Protocol
 
+import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -27,6 +28,7 @@ from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.stats import EngineStats
 from paceline.actors.engine.target_handle import TargetStatus
 from paceline.actors.handles import RemoteMethod
+from paceline.actors.replay.held_records import HeldRecords
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.replay.selection import RecordRateLimiter, is_scored
 from paceline.actors.replay.shard import ShardHandle
@@ -153,6 +155,8 @@ def replica_load(running: int, waiting: int, max_num_seqs: int) -> float:
 _HEARTBEATS_PER_TIMEOUT = 4
 _MAX_STALL = 3  # stall timeouts until the replica is replaced
 _HEARTBEAT = GenerationChunk(text="", token_ids=())
+_PURGE_WAIT_S, _CLOSE_WAIT_S = 10.0, 2.0
+_SCORER = "(scorer)"  # no valid topic
 
 
 class LoadHandle(Protocol):
@@ -202,6 +206,8 @@ class TargetReplica:
         self._settings = settings
         self._scored = (settings.sample_share, settings.held_out_fraction)
         self._record_limiter = RecordRateLimiter(settings.max_records_per_s, time.monotonic)
+        self._held_records = HeldRecords()
+        self._sent: dict[str, Any] = {}  # reference of the latest record's arrival, by receiver
         self._replica_id = _replica_id()
         self._stall_timeout_s = settings.stall_timeout_s
         self._streams: set[asyncio.Queue[GenerationChunk]] = set()
@@ -231,6 +237,7 @@ class TargetReplica:
             on_load=self._report,
             on_outcome=self._add_outcome if self._outcome_reporter is not None else None,
             chunks_per_s=settings.stream_chunks_per_s,
+            held_records=self._held_records,
         )
         if registry is not None:
             RegistrySubscriber(
@@ -363,13 +370,35 @@ class TargetReplica:
         """Return the metrics of Serve's autoscaler, which calls it periodically."""
         return {"load": replica_load(*self._loop.load(), self._settings.max_num_seqs)}
 
-    def purge(self, request_id: str | None, topic: str | None) -> int:
-        """Remove recorded answers from suffix drafts, see SuffixStore.remove; thread-safe."""
-        return 0 if self._suffix_store is None else self._suffix_store.remove(request_id, topic)
+    async def purge(self, request_id: str | None, topic: str | None) -> int:
+        """Remove an answer (None: all) of a topic (None: all) from records and suffix drafts.
+
+        What was handed over before has reached shard and scorer when this returns, so that a call
+        to these which follows finds it.
+        """
+        removed = self._held_records.remove(request_id, topic)
+        if self._suffix_store is not None:
+            removed += self._suffix_store.remove(request_id, topic)
+        await asyncio.to_thread(self._wait_for_arrivals, _PURGE_WAIT_S)
+        return removed
+
+    def _wait_for_arrivals(self, timeout_s: float) -> None:
+        """Wait until what was handed over has arrived, or its receivers are dead."""
+        sent = [ref for ref in self._sent.copy().values() if isinstance(ref, ray.ObjectRef)]
+        if sent:
+            ray.wait(sent, num_returns=len(sent), timeout=timeout_s, fetch_local=False)
+
+    def __del__(self) -> None:
+        """Hand over all records; Serve calls it when no request runs any more."""
+        if hasattr(self, "_loop"):  # the constructor did not raise
+            self._loop.close()
+            self._wait_for_arrivals(_CLOSE_WAIT_S)
 
     def check_health(self) -> None:
         """Raise RuntimeError if Serve should replace this replica."""
-        if self._suffix_store is not None:  # Serve calls this every ten seconds, when idle too
+        # Serve calls this every five seconds, when idle too.
+        self._held_records.expire(time.time() - self._settings.retention_s)
+        if self._suffix_store is not None:
             self._suffix_store.expire()
         if not self._loop.healthy:
             raise RuntimeError("the engine has stopped or keeps failing")
@@ -388,9 +417,11 @@ class TargetReplica:
             return
         try:
             data = encode(record)
-            shard.insert.remote(data, self._record_limiter.take_dropped(record.topic))
+            left_out = self._record_limiter.take_dropped(record.topic)
+            left_out += self._held_records.take_dropped(record.topic)
+            self._sent[record.topic] = shard.insert.remote(data, left_out)
             if self._scorer is not None and is_scored(record, *self._scored):
-                self._scorer.offer.remote(data)
+                self._sent[_SCORER] = self._scorer.offer.remote(data)
         except Exception:
             logger.warning("a record of %s was not inserted", record.topic, exc_info=True)
 

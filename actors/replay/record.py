@@ -178,6 +178,12 @@ class ReplayRecord:
         """Whether the request was decoded greedily."""
         return self.temperature == 0.0
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        arrays = (getattr(self, name) for name in _ARRAYS)
+        return sum(array.nbytes for array in arrays if array is not None)
+
     def branches(self) -> Iterator[tuple[int, slice]]:
         """The rejected position of each branch, and its rows of the ``branch_*`` arrays."""
         if self.branch_positions is None or self.branch_lengths is None:

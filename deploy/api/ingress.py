@@ -108,7 +108,6 @@ class IngressSettings:
         generation_config: whether the model's sampling parameters are the defaults of requests.
         cors_origins: origins whose pages may call the API from a browser.
         metrics: who may read ``/metrics``: holders of a key, everybody, or nobody.
-        recorded_suffixes: whether target replicas keep recorded answers for suffix drafts.
     """
 
     model_name: str
@@ -132,7 +131,6 @@ class IngressSettings:
     generation_config: bool = True
     cors_origins: tuple[str, ...] = ()
     metrics: Literal["key", "open", "off"] = "key"
-    recorded_suffixes: bool = False
 
 
 class Ingress:
@@ -200,8 +198,8 @@ class Ingress:
             actors.scheduler,
             self._current_shards,
             self._drain_state,
+            self._purge_replicas,
             scorer=actors.scorer,
-            purge_replicas=self._purge_replicas if settings.recorded_suffixes else None,
             enabled=settings.operations,
             keyed=keyed,
         )
@@ -349,7 +347,7 @@ class Ingress:
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _purge_replicas(self, request_id: str | None, topic: str | None) -> int:
-        """Remove recorded answers from the suffix drafts of all target replicas."""
+        """Remove answers from the records and suffix drafts of all target replicas."""
         call = self._target.broadcast("purge", request_id, topic)
         replies = await call._fetch_replica_results_async()
         return sum(await asyncio.gather(*(reply.get_async() for reply in replies)))

@@ -91,9 +91,9 @@ class Operations:
         scheduler: actor handle of the trainer scheduler.
         shards: gives the replay shards by topic, of all that may hold records.
         drain_state: of this replica.
-        scorer: actor handle; keeps a sample of the records. None if there is none.
         purge_replicas: removes an answer (None: all) of a topic (None: all) from the target
-            replicas; None if they keep none.
+            replicas, and returns once what they handed over before has arrived.
+        scorer: actor handle; keeps a sample of the records. None if there is none.
         enabled: False refuses every call.
         keyed: whether the server has API keys.
     """
@@ -104,9 +104,9 @@ class Operations:
         scheduler: TrainerSchedulerHandle,
         shards: Callable[[], Awaitable[Mapping[str, ShardHandle]]],
         drain_state: DrainState,
+        purge_replicas: Callable[[str | None, str | None], Awaitable[int]],
         *,
         scorer: ScorerHandle | None = None,
-        purge_replicas: Callable[[str | None, str | None], Awaitable[int]] | None = None,
         enabled: bool,
         keyed: bool,
     ) -> None:
@@ -157,16 +157,9 @@ class Operations:
         if self._scorer is not None:
             names.append(SCORER)
             calls.append(partial(self._scorer.delete.remote, body.request_id, body.topic))
-        if self._purge_replicas is not None:
-            names.append(REPLICAS)
-            calls.append(partial(self._purge_replicas, body.request_id, body.topic))
-        counts = await asyncio.gather(
-            *(call_with_timeout(call, _TIMEOUT_S) for call in calls), return_exceptions=True
-        )
-        removed = {
-            name: None if isinstance(count, BaseException) else count
-            for name, count in zip(names, counts, strict=True)
-        }
+        replicas = [partial(self._purge_replicas, body.request_id, body.topic)]
+        held = await _counts([REPLICAS], replicas)  # first: what they hand over must not come last
+        removed = await _counts(names, calls) | held
         logger.warning("replay was purged: %s", removed)
         return JSONResponse({"removed": removed})
 
@@ -190,6 +183,17 @@ class Operations:
             raise forbidden(f"{what} over HTTP is off (operations.enabled is false).")
         authorize(request, what, keyed=self._keyed)
         return parse_json(await read_body(request, _MAX_BODY_BYTES) or b"{}", model)
+
+
+async def _counts(names: Sequence[str], calls: Sequence[Call[int]]) -> dict[str, int | None]:
+    """Counts of several calls by name; None of one that failed."""
+    counts = await asyncio.gather(
+        *(call_with_timeout(call, _TIMEOUT_S) for call in calls), return_exceptions=True
+    )
+    return {
+        name: None if isinstance(count, BaseException) else count
+        for name, count in zip(names, counts, strict=True)
+    }
 
 
 async def _call(name: str, call: Call[T]) -> T:

@@ -51,7 +51,6 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         generation_config=config.target.generation_config == "auto",
         cors_origins=config.ingress.cors_origins,
         metrics=config.ingress.metrics,
-        recorded_suffixes=config.drafts.suffix == "topic",
     )
 
 

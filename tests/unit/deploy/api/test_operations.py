@@ -60,6 +60,9 @@ class World:
             str(folder), TOPICS, "aa", keep_versions=9, put=lambda flat: flat
         )
         self.scheduler = TrainerScheduler()
+        self.purged: list[tuple[str | None, str | None]] = []
+        self.handed_over: list[str] = []  # by target replicas, before they answer a purge
+        self.replicas_dead = False
         self.behind: dict[str, dict[str, int]] = {}  # of a replica, the versions that it has
         settings = ReplaySettings(held_out_fraction=0.0)
         self.shards = {
@@ -77,6 +80,7 @@ class World:
             self.handles["scheduler"],
             self.shards_now,
             self.drain,
+            self.purge_replicas,
             enabled=enabled,
             keyed=keyed,
         )
@@ -87,6 +91,13 @@ class World:
             return JSONResponse(error.body(), error.status, error.headers())
 
         self.api.add_exception_handler(ApiError, answer)
+
+    async def purge_replicas(self, request_id: str | None, topic: str | None) -> int:
+        self.purged.append((request_id, topic))
+        if self.replicas_dead:
+            raise ConnectionError
+        self.insert(*self.handed_over)
+        return 5
 
     async def shards_now(self) -> dict[str, Any]:
         return {topic: self.handles[topic] for topic in TOPICS}
@@ -148,20 +159,18 @@ def test_a_wrong_rollback_changes_nothing_and_names_the_field(
 
 
 def test_a_purge_reaches_the_target_replicas(world: World) -> None:
-    asked: list[tuple[str | None, str | None]] = []
-
-    async def purge_replicas(request_id: str | None, topic: str | None) -> int:
-        asked.append((request_id, topic))
-        if request_id == "cmpl-b":
-            raise ConnectionError
-        return 5
-
-    world.operations._purge_replicas = purge_replicas
     removed = world.post("replay/purge", {"topic": "sql"}).json()["removed"]
     assert removed == {"sql": 0, "(replicas)": 5}
+    world.replicas_dead = True
     removed = world.post("replay/purge", {"request_id": "cmpl-b"}).json()["removed"]
     assert removed == {"sql": 0, "general": 0, "(replicas)": None}
-    assert asked == [(None, "sql"), ("cmpl-b", None)]
+    assert world.purged == [(None, "sql"), ("cmpl-b", None)]
+
+
+def test_a_purge_reaches_what_a_replica_was_just_handing_over(world: World) -> None:
+    world.handed_over = ["cmpl-a-0"]
+    removed = world.post("replay/purge", {"request_id": "cmpl-a"}).json()["removed"]
+    assert removed == {"sql": 1, "general": 0, "(replicas)": 5}
 
 
 def test_a_purge_reaches_records_on_disk_of_topics_that_are_configured_no_more(
@@ -197,17 +206,19 @@ def test_a_purge_reaches_records_on_disk_of_topics_that_are_configured_no_more(
 def test_an_answer_is_purged_with_all_its_choices_and_no_other(world: World) -> None:
     world.insert("cmpl-a-0", "cmpl-a-1", "cmpl-ab-0", "cmpl-b-0")
     assert world.post("replay/purge", {"request_id": "cmpl-a"}).json() == {
-        "removed": {"sql": 2, "general": 0}
+        "removed": {"sql": 2, "general": 0, "(replicas)": 5}
     }
     assert world.shards["sql"].stats().records("train") == 2
-    assert world.post("replay/purge", {"topic": "sql"}).json() == {"removed": {"sql": 2}}
+    assert world.post("replay/purge", {"topic": "sql"}).json()["removed"]["sql"] == 2
     assert world.post("replay/purge", {"topic": "art"}).status_code == 404
 
 
 def test_a_dead_shard_differs_from_an_empty_one(world: World) -> None:
     world.insert("cmpl-a-0")
     world.handles["general"].dead = True
-    assert world.post("replay/purge", {}).json() == {"removed": {"sql": 1, "general": None}}
+    assert world.post("replay/purge", {}).json() == {
+        "removed": {"sql": 1, "general": None, "(replicas)": 5}
+    }
 
 
 def test_draining_is_known_to_all_and_ends(world: World) -> None:
