@@ -2,7 +2,7 @@
 #   make demo | make serve ARGS="--dtype float32" | make test | make test-full | make check | make soak
 #   make experts | make bench-peers ARGS="--quick" | bench-decode | bench-memory | bench-faults | bench-idle
 #   make bench-online ARGS="--quick" | bench-shifts | bench-speeds | bench-lengths | bench-grid | bench-adapters
-#   make bench-medusa | bench-routes | bench-router | bench-traffic | bench-conversation | bench-proof | test-cluster | test-clients
+#   make bench-medusa | bench-routes | bench-router | bench-traffic | bench-conversation | bench-defaults | bench-proof | test-cluster | test-clients
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer)
 # TORCH_INDEX=<index url>  where torch comes from; empty: pip's default (CUDA build on Linux)
 
@@ -28,7 +28,7 @@ export PYTHONPATH :=
 
 .PHONY: help setup demo serve experts bench-peers bench-decode bench-memory bench-faults soak \
 	bench-online bench-shifts bench-speeds bench-lengths bench-grid bench-adapters bench-medusa \
-	bench-routes bench-router bench-traffic bench-idle bench-conversation bench-proof test test-full test-clients test-cluster test-gpu check \
+	bench-routes bench-router bench-traffic bench-idle bench-conversation bench-defaults bench-proof test test-full test-clients test-cluster test-gpu check \
 	format clean
 
 help:
@@ -80,7 +80,7 @@ serve: setup
 experts: setup
 	@$(PY) benchmarks/experts.py $(ARGS)
 
-bench-decode bench-memory bench-router bench-idle bench-faults bench-conversation: bench-%: setup
+bench-decode bench-memory bench-router bench-idle bench-faults bench-conversation bench-defaults: bench-%: setup
 	@$(PY) benchmarks/$*.py $(ARGS)
 
 # Paceline over HTTP against llama.cpp, OpenVINO, vLLM and transformers: all modes of each on the same

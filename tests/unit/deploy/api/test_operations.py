@@ -261,7 +261,8 @@ def test_a_part_that_was_never_there_is_a_503_too(
     for path, body in (("rollback", {"topic": "sql"}), ("drain", {})):
         answer = world.post(path, body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
-    assert world.post("replay/purge", {}).json() == {"removed": {"sql": None, "general": None}}
+    removed = world.post("replay/purge", {}).json()["removed"]
+    assert removed == {"sql": None, "general": None, "(replicas)": 5}
 
 
 @pytest.mark.parametrize(
@@ -335,6 +336,7 @@ def test_the_commands_say_what_came_of_it(asked: World) -> None:
         "sql: stable is version 3",
         "sql: 1 removed",
         "general: does not answer, try again",
+        "(replicas): 5 removed",
     ]
     with pytest.raises(CallError, match="no topic art"):
         operations_command.roll_back("u", "art", None, say)

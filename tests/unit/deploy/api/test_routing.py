@@ -240,6 +240,7 @@ def test_replay_is_kept_by_topic_whoever_drafts(
                 await post(store=False),
             ]
             status = (await http.get("/v1/paceline/status")).json()
+        await until(lambda: len(kept.shards["sql"]) == 4)
         assert status["routing"]["weights"] == AGAINST_SQL.weights
         assert status["routed"] == {"sql": {"sql": 1, "general": 3}}
         return found

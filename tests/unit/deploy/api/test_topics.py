@@ -232,8 +232,8 @@ def test_a_topic_is_added_and_its_requests_get_its_expert(
 
     asyncio.run(scenario())
     assert system.target._loop.stats().draft_failures == 0
+    system.close()  # which hands over all records
     assert system.shards["travel"].stats().inserted_total >= 7
-    system.close()
     config = load_config(None, SMALL_MODELS | {"state_dir": str(tmp_path)}).with_added_topics()
     assert config.drafts.topics == (*EXPERTS[1:], "travel")
     assert config.draft_paths["travel"] == config.draft_paths["general"]

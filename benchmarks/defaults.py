@@ -1,0 +1,118 @@
+"""What the defaults cost: the same requests with drafts, with records, with both, and with neither.
+
+    make bench-defaults ARGS="--quick --data FOLDER"
+
+One server with the first draft, without training, over HTTP on loopback. Each block of prompts runs
+four ways in a rotating order: `speculative.draft: off` is without drafts, `store: false` without
+records. After each run the server rests until it has handed its records over, and then they are
+purged: the next run of a prompt must find nothing in suffixes. Ratios of speeds are means of
+log-ratios of blocks with 95 % t intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import httpx
+from clients import Load, chat
+from harness import Timing, arguments, machine, paired_ratio, parsed, rotation, say, show, write
+from models import find_models
+from prompts import Prompt, interleaved, measured_prompts, source_of
+from serving import application
+
+from paceline.actors.engine.model_loader import load_tokenizer
+from paceline.deploy.demo.prompts import TOPICS
+
+NEITHER = "neither"
+WAYS: dict[str, dict[str, Any]] = {
+    NEITHER: {"store": False, "speculative": {"draft": "off"}},
+    "records": {"speculative": {"draft": "off"}},
+    "drafts": {"store": False},
+    "both": {},
+}
+_LEAST = 5  # prompts of a block
+_REST_S = 0.5
+
+
+def run(url: str, prompts: Sequence[Prompt], in_flight: int, **fields: Any) -> tuple[int, float]:
+    """Tokens and seconds of greedy streamed answers.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    common = {"stream": True, "temperature": 0, "ignore_eos": True} | fields
+    began = time.monotonic()
+    asked = [chat(prompt.text, **common) for prompt in prompts]
+    replies = asyncio.run(Load(url, asked, in_flight).run())
+    seconds = time.monotonic() - began
+    if errors := [reply.error for reply in replies if reply.error is not None]:
+        raise RuntimeError(errors[0])
+    time.sleep(_REST_S)
+    httpx.post(f"{url}/v1/paceline/replay/purge", json={}, timeout=60).raise_for_status()
+    return sum(len(reply.token_ids) for reply in replies), seconds
+
+
+def measure(
+    url: str, prompts: Iterator[Prompt], in_flight: int, options: argparse.Namespace
+) -> list[Timing]:
+    """All blocks of so many requests in flight; an earlier one warms the server up."""
+    timings = []
+    for block in range(-1, options.blocks):
+        own = list(islice(prompts, max(2 * in_flight, _LEAST)))
+        for way in rotation(list(WAYS), block):
+            fields = {"max_tokens": options.max_tokens} | WAYS[way]
+            tokens, seconds = run(url, own, in_flight, **fields)
+            if block >= 0:
+                timings.append(Timing(way, block, "", tokens, seconds))
+        say(f"{in_flight} in flight: block {block + 1} of {options.blocks}")
+    return timings
+
+
+def summary(in_flight: int, timings: Sequence[Timing]) -> list[dict[str, Any]]:
+    """A row per way."""
+    return [
+        {
+            "in flight": in_flight,
+            "": way,
+            "tokens/s": sum(t.tokens for t in timings if t.variant == way)
+            / sum(t.seconds for t in timings if t.variant == way),
+        }
+        | ({} if way == NEITHER else asdict(paired_ratio(timings, way, NEITHER)))
+        for way in WAYS
+    ]
+
+
+def main() -> None:
+    """Measure, write and show."""
+    parser = arguments(__doc__, "quick", "target", "data", "out", target="smollm2")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 8, 16])
+    parser.add_argument("--blocks", type=int, default=12, help="of each number in flight")
+    parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
+    parser.add_argument("--port", type=int, default=8021)
+    options = parsed(parser, None, blocks=4)
+    keys = {
+        "training.enabled": False,
+        "target.max_num_seqs": max(16, *options.in_flight),
+        "target.prefix_cache": False,  # each prompt comes four times
+    }
+    rows = list[dict[str, Any]]()
+    tokenizer = load_tokenizer(find_models(options.target)[0])
+    topics = [measured_prompts(options.data, topic, tokenizer) for topic in TOPICS]
+    prompts = iter(interleaved(topics))
+    with application(options.target, options.port, keys) as running:
+        for in_flight in options.in_flight:
+            timings = measure(running.base_url, prompts, in_flight, options)
+            rows += summary(in_flight, timings)
+    settings = vars(options) | {"out": str(options.out), "data": source_of(options.data)}
+    write(options.out / "defaults.json", {"machine": machine(), "settings": settings, "rows": rows})
+    show("Speed, and over neither drafts nor records", rows)
+
+
+if __name__ == "__main__":
+    main()
