@@ -197,8 +197,9 @@ def test_a_purge_reaches_records_on_disk_of_topics_that_are_configured_no_more(
     assert world.post("replay/purge", {"request_id": "art-a"}).json()["removed"] == none | {
         "art": 1,
         "travel": 0,
+        "(replicas)": 5,
     }
-    assert world.post("replay/purge", {"topic": "travel"}).json() == {"removed": {"travel": 1}}
+    assert world.post("replay/purge", {"topic": "travel"}).json()["removed"]["travel"] == 1
     assert not (tmp_path / "replay" / "travel.records").read_bytes()
     assert world.post("replay/purge", {"topic": "cooking"}).status_code == 404
 
