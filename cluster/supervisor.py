@@ -364,7 +364,7 @@ class Supervisor:
         trainers: Mapping[str, ActorFactory[TrainerHandle]],
         booked: Amounts,
         scheduler: TrainerSchedulerHandle,
-        check: Callable[[], str | None],
+        warning: str | None,
     ) -> None:
         """Start the thread.
 
@@ -373,10 +373,9 @@ class Supervisor:
             trainers: trainer to factory; trainers need all of ``factories``.
             booked: what Ray books for each trainer.
             scheduler: the TrainerScheduler.
-            check: returns a warning for log and status; called once.
+            warning: for log and status, or None.
         """
-        self._check = check
-        self._warning: str | None = None
+        self._warning = warning
         self._actors = SupervisedActors(factories, ordered=True)
         self._trainers = TrainerSupervisor(trainers, booked, scheduler)
         self._polled_at = time.monotonic()
@@ -397,7 +396,6 @@ class Supervisor:
             raise RuntimeError("the supervisor hangs")
 
     def _run(self) -> None:
-        self._warning = self._check()
         if self._warning is not None:
             logger.warning(self._warning)
         trains = False

@@ -27,6 +27,7 @@ from paceline.cluster.placement import actor_options, surge_percent
 from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
 from paceline.cluster.supervisor import ActorHandle, TopicSupervisor, TrainerSupervisor
 from paceline.deploy import learning
+from paceline.deploy.api.listener import reserve
 from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.config.preflight import check
 from paceline.deploy.config.replica_settings import (
@@ -132,7 +133,13 @@ def start(config: PacelineConfig, *, checked: bool = False) -> RunningApp:
 
 def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningApp:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    stops.append(session.stop_ray)
+    port = reserve(config.host, config.port)
+
+    def end() -> None:
+        session.stop_ray()
+        port.close()
+
+    stops.append(end)
     with handlers_restored():
         session.start_ray(
             num_cpus=config.ray.num_cpus,
@@ -144,11 +151,7 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
         )
     with handlers_restored():
         starting = session.in_background(partial(learning.start_actors, config))  # beside Serve
-        serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": config.host, "port": config.port, "keep_alive_timeout_s": 75},
-            logging_config=_SERVE_LOGGING,
-        )
+        serve.start(proxy_location="Disabled", logging_config=_SERVE_LOGGING)
         actors = starting.result()
     stops.append(actors.stop)
     trainers = TrainerSupervisor(
@@ -198,7 +201,7 @@ def _wait_for(actors: Mapping[str, ActorHandle], seconds: float) -> None:
 def _deploy(application: serve.Application) -> None:
     """``serve.run``, with the cause of a replica that does not start."""
     try:
-        serve.run(application, name=APPLICATION, route_prefix="/", logging_config=_SERVE_LOGGING)
+        serve.run(application, name=APPLICATION, route_prefix=None, logging_config=_SERVE_LOGGING)
     except RuntimeError as error:
         deployments = serve.status().applications[APPLICATION].deployments
         causes = [
@@ -262,7 +265,9 @@ def build_app(
     router = None
     if config.router.enabled and config.router.placement == "deployment":
         router = _router(config).bind(*router_arguments(config), actors.registry)
-    return _ingress(config).bind(ingress_settings(config, no_topics), target, router, actors)
+    address = (config.host, config.port)
+    own = ingress_settings(config, no_topics)
+    return _ingress(config).bind(address, own, target, router, actors)
 
 
 # By default no CPUs are booked. Every process has one numerics thread by its environment; target,
@@ -342,7 +347,7 @@ def _ingress(config: PacelineConfig) -> serve.Deployment:
         **_resources(config, actor_options(config.placement.ingress)),
         graceful_shutdown_timeout_s=config.ingress.drain_timeout_s or _DRAIN_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.2,
-    )(serve.ingress()(MeteredIngress))
+    )(MeteredIngress)
 
 
 def _run_all(stops: list[Callable[[], None]]) -> None:

@@ -6,7 +6,6 @@ No ``from __future__ import annotations`` here: Serve reads the annotations of w
 import logging
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.config.preflight import (
     check_keys,
     check_models_fit,
-    serve_host,
     unauthenticated_warning,
 )
 from paceline.deploy.config.sections import AUTO
@@ -30,7 +28,6 @@ from paceline.deploy.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_LOOPBACK = "127.0.0.1"  # Serve's own default
 _ROLES_WITH_COMPUTED_GPUS = ("target", "trainer")
 _TARGET_DRAIN_TIMEOUT_S, _INGRESS_DRAIN_TIMEOUT_S = 30.0, 60.0
 _NO_TOPICS = (
@@ -46,8 +43,8 @@ def build(config: PacelineConfig) -> serve.Application:
     their names. Models are read, under the same paths, by every host that runs a part.
 
     Args:
-        config: the ``args`` of the application in Serve's config file. ``host``, ``port`` and
-            ``ray`` are ignored: Serve's own file and ``ray start`` set them.
+        config: the ``args`` of the application in Serve's config file. ``ray`` is ignored: ``ray
+            start`` sets it.
 
     Raises:
         ConfigError: shown by ``serve status``.
@@ -71,14 +68,9 @@ def build(config: PacelineConfig) -> serve.Application:
         learning.trainer_factories(config),
         learning.trainer_booking(config),
         actors.scheduler,
-        partial(_warning, config.auth.api_keys_env, keyed),
+        unauthenticated_warning(config.host, config.auth.api_keys_env, keyed=keyed),
     )
     return build_app(config, replace(actors, supervisor=supervisor), no_topics=_NO_TOPICS)
-
-
-def _warning(variable: str | None, keyed: bool) -> str | None:
-    """Warning if others can reach the server without a key; called where Serve runs."""
-    return unauthenticated_warning(serve_host() or _LOOPBACK, variable, keyed=keyed)
 
 
 def for_cluster(config: PacelineConfig) -> PacelineConfig:

@@ -110,7 +110,7 @@ def application(
     """The ingress application over a target and its folder."""
     settings = IngressSettings("m", str(folder), None, ("general",), 1.0, 0.5, 8, **more)
     actors = nothing_learns(scheduler)
-    return ingress_class(settings, Handle(target), None, actors).__serve_build_asgi_app__()
+    return ingress_class(settings, Handle(target), None, actors).api()
 
 
 def ingress_client(target: Any, folder: Path, **more: Any) -> httpx.AsyncClient:

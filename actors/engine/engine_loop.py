@@ -33,18 +33,7 @@ from paceline.actors.weights.draft_outcomes import DraftOutcome
 logger = logging.getLogger(__name__)
 
 Deliver = Callable[[GenerationChunk], None]
-_MAX_INTERVAL_S = 0.05  # per stream: twenty chunks per second still read smoothly
 _WHOLE_INTERVAL_S = 1.0  # per answer that is not streamed
-
-
-def flush_interval_s(streams: int, chunks_per_s: float) -> float:
-    """Return the seconds between two chunks of a stream, at most 0.05.
-
-    Args:
-        streams: number of streams that share the rate.
-        chunks_per_s: rate of all of them together; 0 sends one chunk each per round.
-    """
-    return min(streams / chunks_per_s, _MAX_INTERVAL_S) if chunks_per_s else 0.0
 
 
 @dataclass(slots=True)
@@ -56,9 +45,10 @@ class _Stream:
 
 
 class StreamBatcher:
-    """Merges the chunks of open streams under load. Used by the engine's thread alone.
+    """Merges the chunks of open streams and sends those of all together.
 
-    The first chunk of a stream is sent at once, and the last with all that is pending.
+    What is sent together costs every process on its way one waking. The first chunk of a stream is
+    sent at once, and the last with all that is pending. Used by the engine's thread alone.
     """
 
     def __init__(
@@ -67,17 +57,16 @@ class StreamBatcher:
         """Set the rate.
 
         Args:
-            chunks_per_s: see :func:`flush_interval_s`.
+            chunks_per_s: of each stream; 0 sends every chunk at once.
             clock: monotonic seconds.
             on_lost: called with the name of a stream that was closed because ``deliver`` raised.
         """
-        self._chunks_per_s = chunks_per_s
+        self._interval_s = 1.0 / chunks_per_s if chunks_per_s else 0.0
         self._clock = clock
         self._on_lost = on_lost
-        self._flushed_at = float("-inf")
-        self._round_s = 0.0
+        self._round_at = float("-inf")  # end of the last round
+        self._flushed_at = float("-inf")  # the last time that all live streams were sent
         self._streams: dict[str, _Stream] = {}
-        self._num_live = 0  # streams that are not whole
 
     @property
     def names(self) -> list[str]:
@@ -90,14 +79,11 @@ class StreamBatcher:
 
     def open(self, name: str, deliver: Deliver, *, whole: bool = False) -> None:
         """Open a stream; ``whole`` ones are sent once a second and when they end."""
-        self.close(name)
         self._streams[name] = _Stream(deliver, whole)
-        self._num_live += not whole
 
     def close(self, name: str) -> None:
         """Close a stream if it is open, and drop its pending chunks."""
-        stream = self._streams.pop(name, None)
-        self._num_live -= stream is not None and not stream.whole
+        self._streams.pop(name, None)
 
     def put(self, name: str, chunk: GenerationChunk) -> None:
         """Send a chunk now or with later ones; one with a finish reason closes its stream."""
@@ -110,26 +96,23 @@ class StreamBatcher:
         if chunk.finish_reason in FAILED and stream.pending:
             self._send(name, stream)  # apart, since a retry goes on from these tokens
         stream.pending.append(chunk)
-        if finished or self._is_due(stream):
+        if finished or stream.sent_at == float("-inf") or not self._interval_s:
             self._send(name, stream)
 
     def flush(self) -> None:
-        """Send the pending chunks that are due; call it after every round.
+        """Send the pending chunks if they are due; call it after every round.
 
-        A chunk is sent at the end of the round that is nearest to its time.
+        They are sent at the end of the round that is nearest to their time.
         """
         now = self._clock()
-        self._round_s, self._flushed_at = now - self._flushed_at, now
+        round_s, self._round_at = now - self._round_at, now
+        due = now - self._flushed_at >= self._interval_s - min(round_s, self._interval_s) / 2
+        if due:
+            self._flushed_at = now
         for name, stream in list(self._streams.items()):
-            if stream.pending and self._is_due(stream):
+            is_due = now - stream.sent_at >= _WHOLE_INTERVAL_S if stream.whole else due
+            if stream.pending and is_due:
                 self._send(name, stream)
-
-    def _is_due(self, stream: _Stream) -> bool:
-        interval = flush_interval_s(self._num_live, self._chunks_per_s)
-        if stream.whole and self._chunks_per_s:
-            interval = _WHOLE_INTERVAL_S
-        early = min(self._round_s, interval) / 2
-        return self._clock() - stream.sent_at >= interval - early
 
     def _send(self, name: str, stream: _Stream) -> None:
         """Deliver the pending chunks as one; if that fails, close this stream alone."""
@@ -172,7 +155,7 @@ class EngineLoop:
             on_record: called with the replay records of finished requests, once they are due.
             on_load: called with (running, waiting) after every round and when all is done.
             on_outcome: called with the draft outcome of a request.
-            chunks_per_s: see :func:`flush_interval_s`.
+            chunks_per_s: see StreamBatcher.
             held_records: those that are not due yet; None makes a queue of its own.
         """
         self._engine = engine

@@ -41,7 +41,7 @@ class TargetSettings:
         placement: pool has every expert in its own process.
         round_timeout_ms: a round's wait for the pool.
         stall_timeout_s: a replica without a heartbeat for so long counts as hung.
-        stream_chunks_per_s: of all streams together; 0 sends one chunk per stream and round.
+        stream_chunks_per_s: of each stream; 0 sends one chunk per stream and round.
         sample_share: of the recorded requests, offered to the scorer of experts with all prompts
             of the ``held_out_fraction``.
         held_out_fraction: of the prompts.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -30,7 +29,6 @@ def is_loopback(host: str) -> bool:
 
 _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 _STATE = "api_key"  # of a request, its key
-_HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # "1" replaces Serve's own proxies by HAProxy
 
 
 def authorize(request: Request, what: str, *, keyed: bool) -> None:
@@ -49,7 +47,6 @@ def authorize(request: Request, what: str, *, keyed: bool) -> None:
     host = request.client.host if request.client is not None else ""
     is_local = is_loopback(host) and is_loopback(request.url.hostname or "")
     is_local = is_local and not any(name in request.headers for name in _PROXY_HEADERS)
-    is_local = is_local and os.environ.get(_HAPROXY) != "1"
     if not (is_local or keyed):
         raise forbidden(
             f"{what} is for operators: from the server's own machine, or with an API key where "

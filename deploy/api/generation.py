@@ -25,8 +25,6 @@ from paceline.deploy.errors import ApiError, internal, overloaded
 
 logger = logging.getLogger(__name__)
 
-_DISCONNECT_GRACE_S = 1.0
-
 
 def as_api_error(error: Exception) -> ApiError:
     """The client's error for a failure of the target."""
@@ -94,9 +92,6 @@ async def _next_chunk(response: ChunkStream, timeout_s: float) -> GenerationChun
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # When a client disconnects, Serve may cancel the request's calls some iterations of the
-        # loop before the request itself: the cancellation then arrives during this sleep.
-        await asyncio.sleep(_DISCONNECT_GRACE_S)
         logger.warning("a replica has cancelled a stream")
         return Failure.GONE
     except Exception as error:

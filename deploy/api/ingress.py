@@ -17,6 +17,7 @@ from fastapi.encoders import jsonable_encoder
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
 from paceline.actors.engine.grammar import tokenizer_json
 from paceline.actors.engine.request import GenerationRequest
@@ -71,11 +72,11 @@ from paceline.deploy.api.topic_admin import TopicAdmin, TopicAdminSettings
 from paceline.deploy.api.traffic import ArrivalNotifier, RecentTraffic
 from paceline.deploy.config.user_config import IngressUserConfig, UserConfigState
 from paceline.deploy.errors import CLIENT_GONE, ApiError, internal, overloaded
-from paceline.deploy.monitoring.outcomes import is_disconnect
 from paceline.deploy.monitoring.vllm import CONTENT_TYPE, exposition
 
 logger = logging.getLogger(__name__)
 
+_LISTENS = "/-/healthz"  # as Serve's own proxy has it
 _HEALTH_ATTEMPTS = 3
 _HEALTH_TIMEOUT_S = 3.0  # per attempt
 _METRICS_TIMEOUT_S = 2.0
@@ -205,10 +206,11 @@ class Ingress:
         )
         self._recent_traffic = RecentTraffic(uuid.uuid4().hex, time.time)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        """The routes of this instance; Serve calls it after the constructor."""
+    def api(self) -> FastAPI:
+        """The application: the routes of this instance."""
         api = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None)
         api.add_api_route("/health", self.health, methods=["GET"])
+        api.add_api_route(_LISTENS, self.listens, methods=["GET"])
         api.add_api_route("/v1/models", self.models, methods=["GET"])
         api.add_api_route("/v1/models/{model:path}", self.model, methods=["GET"])
         api.add_api_route("/v1/completions", self.completions, methods=["POST"])
@@ -229,7 +231,7 @@ class Ingress:
         if self._settings.ui:
             add_page(api)
         if keys := self._settings.api_keys:
-            open_paths = ["/health", *OPEN_PATHS]
+            open_paths = ["/health", _LISTENS, *OPEN_PATHS]
             if self._settings.metrics == "open":
                 open_paths.append("/metrics")
             api.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=open_paths)
@@ -276,6 +278,10 @@ class Ingress:
             else:
                 return JSONResponse({"status": "ok"})
         raise overloaded("The target does not answer.")
+
+    async def listens(self) -> Response:
+        """200 if this replica listens; KubeRay asks for it."""
+        return Response("success", media_type="text/plain")
 
     async def models(self) -> Response:
         """A list of the one served model."""
@@ -473,7 +479,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         text = f"{error.detail}: {request.method} {request.url.path}"
         error = ApiError(error.status_code, text)
-    elif is_disconnect(error):
+    elif isinstance(error, ClientDisconnect):
         error = ApiError(CLIENT_GONE, "The client went away.")
     elif not isinstance(error, ApiError):
         logger.error("a request failed", exc_info=error)

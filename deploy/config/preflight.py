@@ -48,21 +48,6 @@ def unauthenticated_warning(host: str, variable: str | None, *, keyed: bool) -> 
     )
 
 
-def serve_host() -> str | None:
-    """The address that Serve's proxies listen on; None if it is unknown.
-
-    On a cluster it is in Serve's own file, which the application does not see.
-    """
-    from ray.serve.context import _get_global_client  # there is no public API
-
-    try:
-        host = _get_global_client().http_config.host
-    except Exception:
-        logger.warning("the address of Serve's proxies is unknown", exc_info=True)
-        return None
-    return None if host is None else str(host)
-
-
 def check(config: PacelineConfig) -> None:
     """Check models, device, state folder and ports.
 

@@ -58,8 +58,8 @@ class TargetConfig(Section):
     to another; a request without a replica for ``failover_timeout_s`` fails. A replica that Serve
     stops gets ``drain_timeout_s`` to finish its requests; the others fail over.
 
-    ``stream_chunks_per_s`` is shared by the streams of a replica, but each gets some 20: tokens
-    in between are sent with the next chunk. 0 sends the tokens of every round.
+    ``stream_chunks_per_s`` is of each stream: tokens in between are sent with the next chunk, those
+    of all streams at once. 0 sends the tokens of every round.
 
     ``autoscaling`` replaces ``num_replicas``: ``min_replicas``, ``max_replicas``, ``occupancy``,
     ``upscale_delay_s``, ``downscale_delay_s``, ``look_back_s``.
@@ -85,7 +85,7 @@ class TargetConfig(Section):
     stall_timeout_s: Seconds = 20.0
     failover_timeout_s: Seconds = 120.0
     drain_timeout_s: Seconds | None = None
-    stream_chunks_per_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 50.0
+    stream_chunks_per_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 25.0
 
     @field_validator("device")
     @classmethod

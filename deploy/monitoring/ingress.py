@@ -1,4 +1,4 @@
-"""The ingress' deployment class: exports metrics.
+"""The ingress' deployment class: listens and exports metrics.
 
 No ``from __future__ import annotations`` here: FastAPI and Ray read the annotations.
 """
@@ -11,25 +11,44 @@ from ray.serve import metrics
 
 from paceline.actors.engine.stats import drain
 from paceline.deploy.api.ingress import Ingress
+from paceline.deploy.api.listener import Listener
 from paceline.deploy.monitoring.exporter import Exporter, RaySink
 from paceline.deploy.monitoring.outcomes import OutcomeMiddleware, Outcomes
 from paceline.deploy.monitoring.samples import IngressStats, ingress_samples
 
 
 class MeteredIngress(Ingress):
-    """An ingress that exports metrics."""
+    """An ingress that listens on a port and exports metrics.
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    Args:
+        address: host and port to listen on; other replicas may share it.
+        args: of Ingress.
+
+    Raises:
+        StartError: the port is taken.
+    """
+
+    def __init__(self, address: tuple[str, int], *args: Any) -> None:
+        super().__init__(*args)
         self._outcomes = Outcomes(time.monotonic)
         sink = RaySink(metrics)
         self._exporter = Exporter(lambda: ingress_samples(self.stats()), sink).start()
+        self._listener = Listener(self.api(), *address)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def api(self) -> FastAPI:
         """The routes of Ingress with requests counted by outcome."""
-        api = super().__serve_build_asgi_app__()
+        api = super().api()
         api.add_middleware(OutcomeMiddleware, outcomes=self._outcomes)
         return api
+
+    def check_health(self) -> None:
+        """Raise if it does not listen; Serve, which calls it, then replaces the replica."""
+        if not self._listener.alive:
+            raise RuntimeError("the listener has ended")
+
+    async def __del__(self) -> None:
+        """Finish the open requests; Serve calls it and waits for as long as the drain timeout."""
+        await self._listener.close()
 
     def stats(self) -> IngressStats:
         """Counts of this replica; removes the latencies it returns. Thread-safe for one reader."""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from ray.exceptions import TaskCancelledError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -47,11 +46,6 @@ def note_failure(status: int) -> None:
     progress = _PROGRESS.get()
     if progress is not None:
         progress.status = status
-
-
-def is_disconnect(error: Exception) -> bool:
-    """Whether an exception of Starlette or Ray means that the client has disconnected."""
-    return isinstance(error, ClientDisconnect | TaskCancelledError)
 
 
 def request_outcome(status: int | None, complete: bool) -> str:
@@ -123,7 +117,7 @@ class OutcomeMiddleware:
             await self._app(scope, receive, watched_send)
         except Exception as error:
             # the outer layer sends the error
-            progress.status = CLIENT_GONE if is_disconnect(error) else 500
+            progress.status = CLIENT_GONE if isinstance(error, ClientDisconnect) else 500
             raise
         finally:
             _PROGRESS.reset(token)

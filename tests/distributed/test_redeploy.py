@@ -39,9 +39,9 @@ class Cluster:
         self.url = f"http://127.0.0.1:{self.port}"
         self._application: dict[str, Any] = {
             "name": "paceline",
-            "route_prefix": "/",
             "import_path": "paceline.deploy.cluster_app:build",
             "args": {
+                "port": self.port,
                 "weights": {"storage": storage},
                 "target": {
                     "path": str(TARGET),
@@ -86,7 +86,7 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     found = Cluster(str(tmp_path_factory.mktemp("storage")))
     with ray_session(num_cpus=2):
-        serve.start(http_options={"host": "127.0.0.1", "port": found.port})
+        serve.start(proxy_location="Disabled")
         found.deploy()
         asyncio.run(until(found.running, "the application", COMES_S))
         yield found

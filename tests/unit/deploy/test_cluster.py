@@ -18,7 +18,6 @@ from paceline.cluster import supervisor
 from paceline.cluster.learning_actors import SHARDS, TRAINER, numbered
 from paceline.cluster.named_actor import ActorNotFoundError, NamedActor
 from paceline.cluster.placement import actor_options
-from paceline.deploy import cluster_app
 from paceline.deploy.cli.tables import status_text
 from paceline.deploy.cluster_app import build, for_cluster
 from paceline.deploy.config.config import PacelineConfig, load_config
@@ -138,12 +137,12 @@ def test_an_open_server_without_keys_is_warned_of_once_and_in_the_status(
     warned: bool,
 ) -> None:
     monkeypatch.setenv("PACELINE_API_KEYS", key)
-    monkeypatch.setattr(cluster_app, "serve_host", lambda: host)  # Serve does not run here
     monkeypatch.setattr(supervisor, "_TICK_S", 0.01)
-    bound = next(found for found in built_of(build(config())) if found.name == "supervisor")
-    *_, scheduler, check = bound.init_args
-    monkeypatch.delenv("PACELINE_API_KEYS")  # on another host than where the application is built
-    supervised = supervisor.Supervisor({}, {}, {}, scheduler, check)  # actors would start Ray
+    bound = next(
+        found for found in built_of(build(config(host=host))) if found.name == "supervisor"
+    )
+    *_, scheduler, warning = bound.init_args
+    supervised = supervisor.Supervisor({}, {}, {}, scheduler, warning)  # actors would start Ray
     begun = time.monotonic()
     wait_until(lambda: supervised._polled_at > begun, "a poll", 10)
     facts = asyncio.run(supervised.status())

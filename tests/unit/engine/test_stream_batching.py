@@ -11,7 +11,7 @@ from engines import make_engine, request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.actors.engine.engine_loop import EngineLoop, StreamBatcher, flush_interval_s
+from paceline.actors.engine.engine_loop import EngineLoop, StreamBatcher
 from paceline.actors.engine.request import (
     FINISH_ERROR,
     FINISH_FAULT,
@@ -108,6 +108,7 @@ def test_a_whole_answer_is_merged() -> None:
     for token in range(50):
         clock.now += 0.01
         batcher.put("a", chunk(token))
+        batcher.flush()
     batcher.put("a", chunk(50, reason=FINISH_LENGTH))
     assert client.tokens == [(0,), tuple(range(1, 51))]
 
@@ -145,7 +146,7 @@ def test_a_closed_stream_gets_nothing_more() -> None:
 
 @pytest.mark.parametrize(("round_s", "every"), [(0.045, 1), (0.021, 2), (0.1, 1), (0.0041, 12)])
 def test_a_chunk_is_sent_at_the_nearest_end_of_a_round(round_s: float, every: int) -> None:
-    batcher, clock, _ = make_batcher(1.0)  # one stream has 50 ms
+    batcher, clock, _ = make_batcher(20.0)
     client = Client()
     batcher.open("a", client)
     for token in range(1 + 3 * every):
@@ -155,16 +156,23 @@ def test_a_chunk_is_sent_at_the_nearest_end_of_a_round(round_s: float, every: in
     assert [len(tokens) for tokens in client.tokens] == [1, every, every, every]
 
 
-@given(
-    st.integers(1, 400),
-    st.floats(1.0, 5000.0),
-)
-def test_streams_share_the_limit_but_get_twenty_chunks_per_second(
-    streams: int, rate: float
-) -> None:
-    least = flush_interval_s(streams, rate)
-    assert 0.0 < least <= 0.05  # every stream twenty a second
-    assert least == 0.05 or streams / least == pytest.approx(rate)
+def test_the_chunks_of_all_streams_are_sent_together() -> None:
+    batcher, clock, _ = make_batcher(20.0)
+    clients = [Client() for _ in range(3)]
+    for at, client in enumerate(clients):  # they begin at different times
+        clock.now += 0.02
+        batcher.open(str(at), client)
+        batcher.put(str(at), chunk(0))
+    sent: list[int] = []
+    for token in range(1, 41):
+        clock.now += 0.01
+        for at in range(3):
+            batcher.put(str(at), chunk(token))
+        before = sum(len(client.chunks) for client in clients)
+        batcher.flush()
+        sent.append(sum(len(client.chunks) for client in clients) - before)
+    assert set(sent) == {0, 3}
+    assert sent.count(3) == 8  # twenty a second
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.0, 0.1)), max_size=60))
@@ -202,25 +210,6 @@ def test_batching_does_not_change_the_engines_streams() -> None:
     assert sum(count for _, count in together) < sum(count for _, count in at_once)
 
 
-def test_whole_answers_do_not_slow_streams() -> None:
-    batcher, clock, _ = make_batcher(100.0)
-    client = Client()
-    batcher.open("a", client)
-    for i in range(9):
-        batcher.open(f"whole {i}", Client(), whole=True)
-    batcher.put("a", chunk(1))
-    clock.now = 0.011
-    batcher.put("a", chunk(2))
-    assert client.tokens == [(1,), (2,)]
-    for i in range(9):
-        batcher.close(f"whole {i}")
-        batcher.close(f"whole {i}")
-    batcher.open("b", Client())
-    clock.now = 0.025
-    batcher.put("a", chunk(3))  # two streams now: 20 ms each
-    assert client.tokens == [(1,), (2,)]
-
-
 def test_a_fault_ends_streams_that_hold_tokens_after_these(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -249,7 +238,7 @@ def test_a_fault_ends_streams_that_hold_tokens_after_these(
 def test_the_limit_is_the_config_s() -> None:
     config = load_config(None, {"target.stream_chunks_per_s": 40.0})
     assert target_settings(config).stream_chunks_per_s == 40.0
-    assert target_settings(load_config(None, {})).stream_chunks_per_s == 50.0
+    assert target_settings(load_config(None, {})).stream_chunks_per_s == 25.0
 
 
 def _read(got: queue.Queue[GenerationChunk]) -> tuple[tuple[int, ...], int]:

@@ -47,15 +47,6 @@ def test_others_may_not(request_of: Request) -> None:
     assert refused.value.status == 403
 
 
-def test_behind_ray_s_haproxy_everybody_looks_near_and_needs_a_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    with pytest.raises(ApiError):
-        authorize(call(), "This", keyed=False)
-    authorize(call(), "This", keyed=True)
-
-
 @pytest.mark.parametrize(
     ("headers", "status"), [({"origin": "http://evil"}, 403), ({"content_type": "text/plain"}, 415)]
 )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorUnavailableError, RayTaskError, TaskCancelledError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 from tiny_models import save_tiny
 
@@ -239,40 +238,6 @@ def test_our_own_cancellation_is_none_of_the_replica_s(replicas: list[TargetRepl
 
     asyncio.run(cancelled())
     assert failover.gone == 0
-
-
-@pytest.mark.parametrize("fault", [asyncio.CancelledError(), TaskCancelledError()])
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_client_that_leaves_is_no_failure_of_a_replica(
-    replicas: list[TargetReplica], fault: BaseException, whole: bool, count: int
-) -> None:
-    """Serve cancels the calls of such a request first, and then the request itself."""
-    streams = Streams(replicas, [(0 if whole else 1, fault)] * count)
-    requests = [asked(f"l{i}") for i in range(count)]
-    failover = Failover(POLICY)
-
-    async def answer() -> None:
-        if whole:
-            await complete_all(streams, requests, failover)
-        else:
-            async with aclosing(stream_all(streams, requests, failover)) as pieces:
-                async for _ in pieces:
-                    pass
-
-    async def disconnect() -> None:
-        task = asyncio.create_task(answer())
-        while any(response.left for response in streams.responses) or not streams.responses:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(disconnect())
-    assert set(failover.counts().values()) == {0}
-    assert len(streams.requests) == count
-    assert [replica._loop.load() for replica in replicas] == [(0, 0)] * 2
 
 
 def test_a_fault_of_the_engine_costs_those_that_ran_there_nothing(

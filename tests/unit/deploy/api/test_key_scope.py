@@ -101,7 +101,7 @@ class Served:
         """Answers to (key, more of the body), one after the other."""
 
         async def send() -> list[httpx.Response]:
-            transport = httpx.ASGITransport(self.ingress.__serve_build_asgi_app__())
+            transport = httpx.ASGITransport(self.ingress.api())
             async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
                 self.ingress._routing_table.weights()
                 while self.ingress._routing_table.weights() is None:

@@ -219,7 +219,7 @@ def test_replay_is_kept_by_topic_whoever_drafts(
     settings = IngressSettings("m", str(models["target"]), None, EXPERTS, 1.0, 0.5, 8)
     actors = nothing_learns(scorer=kept.scorer())
     ingress = Ingress(settings, Handle(target), remote(classify=sure), actors)
-    api = ingress.__serve_build_asgi_app__()
+    api = ingress.api()
     body = {"model": "m", "prompt": "SELECT", "max_tokens": 6, "ignore_eos": True}
 
     async def ask() -> list[dict[str, Any]]:

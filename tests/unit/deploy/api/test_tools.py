@@ -63,7 +63,7 @@ class Server:
         ingress = Ingress(settings, Handle(target or self.target), None, nothing_learns())
 
         async def ask() -> list[httpx.Response]:
-            transport = httpx.ASGITransport(ingress.__serve_build_asgi_app__())
+            transport = httpx.ASGITransport(ingress.api())
             url = "http://127.0.0.1"
             async with httpx.AsyncClient(transport=transport, base_url=url, timeout=60) as http:
                 return [await http.post(path, json=body) for body in bodies]

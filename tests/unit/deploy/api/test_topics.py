@@ -140,7 +140,7 @@ class System:
             topics=TopicAdminSettings(**rules),
         )
         self.ingress = Ingress(settings, Handle(self.target), Actor(self.router), actors)
-        self.api = self.ingress.__serve_build_asgi_app__()
+        self.api = self.ingress.api()
 
     def door(self, host: str = "127.0.0.1") -> httpx.AsyncClient:
         transport = httpx.ASGITransport(self.api, client=(host, 5))

@@ -12,7 +12,6 @@ import httpx
 import pytest
 from fastapi import Request, Response
 from local_ingress import application, wait_until_idle
-from ray.exceptions import TaskCancelledError
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 from unit.deploy.api.test_routing import remote
@@ -152,7 +151,6 @@ def test_an_outcome_by_status(status: int | None, complete: bool, outcome: str) 
     ("error", "outcome"),
     [
         (ClientDisconnect(), "cancelled"),
-        (TaskCancelledError(), "cancelled"),
         (RuntimeError("a fault"), "failed"),
     ],
 )
