@@ -98,26 +98,11 @@ async def ask(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> Re
     return reply
 
 
-def refusal(status: int, text: str) -> Exception:
-    """Error of an HTTP status: an answer of the server's, or a broken connection.
-
-    The ingress puts every error into OpenAI's shape. The proxy sends a bare 5xx if an ingress
-    replica died before its answer had begun.
-    """
-    try:
-        ours = "error" in json.loads(text)
-    except (ValueError, TypeError):
-        ours = False
-    message = f"HTTP {status}: {text[:200]}"
-    if status >= httpx.codes.INTERNAL_SERVER_ERROR and not ours:
-        return httpx.RemoteProtocolError(message)
-    return ValueError(message)
-
-
 async def _read_stream(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> None:
     async with http.stream("POST", CHAT, json=body) as response:
         if response.status_code != httpx.codes.OK:
-            raise refusal(response.status_code, (await response.aread()).decode("utf-8", "replace"))
+            await response.aread()
+            raise ValueError(f"HTTP {response.status_code}: {response.text[:200]}")
         async for line in response.aiter_lines():
             if not line.startswith("data: "):  # between events, or a comment
                 continue
@@ -151,7 +136,7 @@ def _take(event: dict[str, Any], reply: Reply) -> None:
 async def _read_whole(http: httpx.AsyncClient, body: dict[str, Any], reply: Reply) -> None:
     response = await http.post(CHAT, json=body)
     if response.status_code != httpx.codes.OK:
-        raise refusal(response.status_code, response.text)
+        raise ValueError(f"HTTP {response.status_code}: {response.text[:200]}")
     reply.waited(time.monotonic())
     (choice,) = response.json()["choices"]
     reply.token_ids.extend(choice["token_ids"])
@@ -161,7 +146,7 @@ async def _read_whole(http: httpx.AsyncClient, body: dict[str, Any], reply: Repl
 class Load:
     """Many requests, ``at_once`` at a time; one whose connection breaks may be sent again.
 
-    An error that the server answers is final; a bare 5xx is a broken connection (:func:`refusal`).
+    An error that the server answers is final.
 
     Args:
         url: scheme, host and port.

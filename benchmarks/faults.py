@@ -31,7 +31,7 @@ from serving import application, status
 from paceline.deploy import app
 
 _BACK_S = 300.0
-_FRONT_DOOR = {"ingress", "proxy"}  # a connection ends with the process that holds it
+_FRONT_DOOR = "ingress"  # a connection ends with the process that holds it
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ FAULTS = faults_of(
     *("kill target", "stop target", "kill router", "stop router", "kill trainer"),
     *("kill registry", "kill shard", "kill scheduler", "kill controller", "kill ingress"),
     *("kill registry + shard", "kill router + trainer", "kill target + router"),
-    *("kill target + controller", "kill proxy"),
+    "kill target + controller",
 )
 POOL_FAULTS = faults_of("kill expert", "stop expert", "kill every expert", "kill expert + trainer")
 QUICK = tuple(Fault((role,)) for role in ("target", "router", "registry", "controller", "ingress"))
@@ -168,7 +168,7 @@ def failures_of(fault: Fault, figures: Figures) -> list[str]:
         for what, count in (("lost", figures.lost), ("changed", figures.changed))
         if count
     ]
-    if figures.broken and not _FRONT_DOOR & {*fault.roles}:
+    if figures.broken and _FRONT_DOOR not in fault.roles:
         failures.append(f"{figures.fault}: {figures.broken} broken, though the ingress lived")
     if fault.roles and figures.back_after_s is None:
         failures.append(f"{figures.fault}: not back in {_BACK_S:.0f} s")

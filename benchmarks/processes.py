@@ -13,7 +13,6 @@ TITLES = {
     "expert": "ray::ServeReplica:paceline:expert-",  # if drafts have deployments of their own
     "router": "ray::ServeReplica:paceline:router",
     "ingress": "ray::ServeReplica:paceline:ingress",
-    "proxy": "ray::ProxyActor",
     "controller": "ray::ServeController",
     "trainer": "ray::TrainerActor",
     "registry": "ray::MeteredWeightRegistry",

@@ -11,5 +11,4 @@ end=$((SECONDS + seconds))
 while pgrep -f '^ray::ServeReplica:' > /dev/null && [ "$SECONDS" -lt "$end" ]; do
   sleep 1
 done
-sleep 5 # for what the proxy is still sending
 ray stop --grace-period 20

@@ -102,10 +102,6 @@ async def refuses(_: Scripted, writer: asyncio.StreamWriter) -> None:
     writer.write(body)
 
 
-async def is_lost_by_the_proxy(_: Scripted, writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 2\r\n\r\nno")
-
-
 async def stops_with_an_error(_: Scripted, writer: asyncio.StreamWriter) -> None:
     writer.write(HEAD)
     send(writer, piece(1), {"error": {"message": "the engine failed"}}, "[DONE]")
@@ -172,23 +168,12 @@ def test_what_the_server_answers_is_not_asked_for_again_and_counts_as_lost(answe
     assert failures_of(Fault(("target",)), found) == ["kill target: 1 lost"]
 
 
-def test_a_bare_500_is_a_connection_that_the_proxy_lost() -> None:
-    """Fine where the ingress was killed, wrong where it was not."""
-    server, load, reply = asyncio.run(asked(is_lost_by_the_proxy, whole))
-    assert (server.asked, load.broken, reply.error) == (2, 1, None)
-    found = figures(load, reply, Fault(("ingress",)))
-    assert failures_of(Fault(("ingress",)), found) == []
-    (wrong,) = failures_of(Fault(("target",)), found)
-    # named after the fault that the figures are of
-    assert wrong == "kill ingress: 1 broken, though the ingress lived"
-
-
 def test_a_fault_may_cost_a_pause_and_nothing_else() -> None:
-    fault = Fault(("router", "proxy"))
+    fault = Fault(("router", "ingress"))
     fine = Figures(fault.name, 8, 3, 0, 0, 2.0, 4.0)
     assert failures_of(fault, fine) == []
     (wrong,) = failures_of(fault, replace(fine, changed=2))
-    assert wrong == "kill router + proxy: 2 changed"
+    assert wrong == "kill router + ingress: 2 changed"
     (wrong,) = failures_of(fault, replace(fine, back_after_s=None))
     assert "not back" in wrong
     undisturbed = Figures("none", 8, 0, 0, 0, 2.0, None)

@@ -263,7 +263,11 @@ def test_requests_go_to_the_pods_with_an_ingress(name: str) -> None:
     assert chosen == ["front"]
     (port,) = service["ports"]
     front = dict(groups(name))["front"]["template"]["spec"]["containers"][0]
-    assert port["targetPort"] == serve["http_options"]["port"] == front["ports"][0]["containerPort"]
+    assert (
+        port["targetPort"]
+        == serve["applications"][0]["args"]["port"]
+        == front["ports"][0]["containerPort"]
+    )
     assert front["readinessProbe"]["httpGet"] == {"path": "/-/healthz", "port": port["targetPort"]}
 
 
