@@ -27,7 +27,7 @@ from paceline.cluster.placement import actor_options, surge_percent
 from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
 from paceline.cluster.supervisor import ActorHandle, TopicSupervisor, TrainerSupervisor
 from paceline.deploy import learning
-from paceline.deploy.api.listener import reserve
+from paceline.deploy.api.listener import Port
 from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.config.preflight import check
 from paceline.deploy.config.replica_settings import (
@@ -133,7 +133,7 @@ def start(config: PacelineConfig, *, checked: bool = False) -> RunningApp:
 
 def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningApp:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    port = reserve(config.host, config.port)
+    port = Port(config.host, config.port)
 
     def end() -> None:
         session.stop_ray()
@@ -159,7 +159,7 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
     ).start()
     stops.append(trainers.stop)
     stops.append(lambda: serve.delete(APPLICATION))
-    _deploy(build_app(config, actors))
+    _deploy(build_app(config, actors, port.name))
     _wait_for(actors.required(), _START_TIMEOUT_S)
     shards = dict(actors.shards)
     start_expert = partial(_start_expert, config, actors.registry)
@@ -238,13 +238,18 @@ def _target_status() -> TargetStatus:
 
 
 def build_app(
-    config: PacelineConfig, actors: LearningActors, *, no_topics: str | None = None
+    config: PacelineConfig,
+    actors: LearningActors,
+    port: str | tuple[str, int],
+    *,
+    no_topics: str | None = None,
 ) -> serve.Application:
     """The Serve application: ingress over router and target.
 
     Args:
         config: see PacelineConfig.
         actors: the learning actors.
+        port: of the ingress, see ``listener.listening_socket``.
         no_topics: why no topic can be added while it runs; None if the config decides.
     """
     settings = target_settings(config)
@@ -265,9 +270,7 @@ def build_app(
     router = None
     if config.router.enabled and config.router.placement == "deployment":
         router = _router(config).bind(*router_arguments(config), actors.registry)
-    address = (config.host, config.port)
-    own = ingress_settings(config, no_topics)
-    return _ingress(config).bind(address, own, target, router, actors)
+    return _ingress(config).bind(port, ingress_settings(config, no_topics), target, router, actors)
 
 
 # By default no CPUs are booked. Every process has one numerics thread by its environment; target,

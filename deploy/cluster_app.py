@@ -70,7 +70,8 @@ def build(config: PacelineConfig) -> serve.Application:
         actors.scheduler,
         unauthenticated_warning(config.host, config.auth.api_keys_env, keyed=keyed),
     )
-    return build_app(config, replace(actors, supervisor=supervisor), no_topics=_NO_TOPICS)
+    actors = replace(actors, supervisor=supervisor)
+    return build_app(config, actors, (config.host, config.port), no_topics=_NO_TOPICS)
 
 
 def for_cluster(config: PacelineConfig) -> PacelineConfig:

@@ -6,9 +6,13 @@ Serve's HTTP proxy would pass each event of an answer through one more process.
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import socket
+import struct
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,70 +20,105 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.deploy.errors import StartError
 
 _BACKLOG = 2048
+_UCRED = struct.Struct("3i")  # of a unix socket's peer: pid, user, group
 _KEEP_ALIVE_S = 75  # of an idle connection
 _LAST_REQUESTS_S = 0.3  # that connections without a request have when the listener closes
 
 
-def reserve(host: str, port: int) -> socket.socket:
-    """Keep a port from other programs, for the ingress replicas of this user alone.
+class Port:
+    """A port that this process keeps open for ingress replicas on this machine.
+
+    All get the same listening socket. While none is there, as after a crash, connections wait.
 
     Args:
         host: address of this machine.
-        port: to reserve; 0 takes a free one.
+        port: to listen on; 0 takes a free one.
 
-    Returns:
-        the socket that holds it until it is closed; it gets no connections.
+    Attributes:
+        number: of the port.
+        name: by which :func:`listening_socket` finds it.
 
     Raises:
         StartError: the port is taken.
     """
-    with _bound(host, port, shared=False) as alone:
-        alone.listen()  # fails if another listens, or has reserved it
-        alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held = _bound(host, alone.getsockname()[1], shared=True)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-    return held
+
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = _bound(host, port, shared=False)
+        self.number: int = self._socket.getsockname()[1]
+        self.name = f"paceline-{secrets.token_hex(8)}"
+        self._takers = socket.socket(socket.AF_UNIX)
+        self._takers.bind(f"\0{self.name}")
+        self._takers.listen()
+        threading.Thread(target=self._give, name="paceline-port", daemon=True).start()
+
+    def close(self) -> None:
+        """Close the port for all."""
+        self._takers.shutdown(socket.SHUT_RDWR)  # ends the thread's accept
+        self._takers.close()
+        self._socket.close()
+
+    def _give(self) -> None:
+        """Give the socket to processes of this user."""
+        while True:
+            try:
+                taker, _ = self._takers.accept()
+            except OSError:  # closed
+                return
+            with taker, suppress(OSError):
+                peer = taker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+                if _UCRED.unpack(peer)[1] == os.getuid():
+                    socket.send_fds(taker, [b"."], [self._socket.fileno()])
+
+
+def listening_socket(source: str | tuple[str, int]) -> socket.socket:
+    """The socket that an ingress replica accepts connections from.
+
+    Args:
+        source: name of a :class:`Port` on this machine, or host and port, which other replicas
+            that were told the same may share: the kernel spreads connections over them.
+
+    Raises:
+        StartError: the port is taken by a program that does not share it, or there is no such Port.
+    """
+    if not isinstance(source, str):
+        return _bound(*source, shared=True)
+    with socket.socket(socket.AF_UNIX) as giver:
+        try:
+            giver.connect(f"\0{source}")
+            _, (descriptor,), _, _ = socket.recv_fds(giver, 1, 1)
+        except (OSError, ValueError) as error:
+            raise StartError("the process that keeps the port open does not answer") from error
+    return socket.socket(fileno=descriptor)
 
 
 def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
-    """A socket bound to an address, which other ``shared`` ones may have too.
+    """A listening socket.
 
     Raises:
         StartError: the address is taken, or none of this machine.
     """
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
     try:
-        bound.bind((host, port))
+        found.bind((host, port))
+        found.listen(_BACKLOG)
     except OSError as error:
-        bound.close()
+        found.close()
         raise StartError(f"cannot listen on {host}:{port} ({error.strerror or error})") from error
-    return bound
+    return found
 
 
 class Listener:
-    """Serves an application on a port that other listeners of this user share.
-
-    The kernel spreads connections over them. Made in a running event loop, which runs the
-    application; connections wait until it does.
+    """Serves an application, in the event loop that runs when it is made.
 
     Args:
         app: the application.
-        host: address to listen on.
-        port: to listen on; 0 takes a free one.
-
-    Attributes:
-        port: that it listens on.
-
-    Raises:
-        StartError: the port is taken by a program that does not share it.
+        listening: the socket to accept connections from, see :func:`listening_socket`; it is
+            closed in the end.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        listening = _bound(host, port, shared=True)
-        listening.listen(_BACKLOG)
-        self.port: int = listening.getsockname()[1]
+    def __init__(self, app: ASGIApp, listening: socket.socket) -> None:
         self._app = app
         self._closing = False
         config = uvicorn.Config(

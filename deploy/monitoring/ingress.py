@@ -11,7 +11,7 @@ from ray.serve import metrics
 
 from paceline.actors.engine.stats import drain
 from paceline.deploy.api.ingress import Ingress
-from paceline.deploy.api.listener import Listener
+from paceline.deploy.api.listener import Listener, listening_socket
 from paceline.deploy.monitoring.exporter import Exporter, RaySink
 from paceline.deploy.monitoring.outcomes import OutcomeMiddleware, Outcomes
 from paceline.deploy.monitoring.samples import IngressStats, ingress_samples
@@ -21,19 +21,19 @@ class MeteredIngress(Ingress):
     """An ingress that listens on a port and exports metrics.
 
     Args:
-        address: host and port to listen on; other replicas may share it.
+        port: to listen on, see ``listening_socket``.
         args: of Ingress.
 
     Raises:
-        StartError: the port is taken.
+        StartError: it cannot listen on the port.
     """
 
-    def __init__(self, address: tuple[str, int], *args: Any) -> None:
+    def __init__(self, port: str | tuple[str, int], *args: Any) -> None:
         super().__init__(*args)
         self._outcomes = Outcomes(time.monotonic)
         sink = RaySink(metrics)
         self._exporter = Exporter(lambda: ingress_samples(self.stats()), sink).start()
-        self._listener = Listener(self.api(), *address)
+        self._listener = Listener(self.api(), listening_socket(port))
 
     def api(self) -> FastAPI:
         """The routes of Ingress with requests counted by outcome."""

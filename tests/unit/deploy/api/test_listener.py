@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from paceline.deploy.api.listener import Listener, reserve
+from paceline.deploy.api.listener import Listener, Port, listening_socket
 from paceline.deploy.errors import StartError
 
 HOST = "127.0.0.1"
@@ -26,62 +26,75 @@ def answering(text: bytes) -> ASGIApp:
     return app
 
 
-@asynccontextmanager
-async def listening(app: ASGIApp, port: int = 0) -> AsyncIterator[Listener]:
-    listener = Listener(app, HOST, port)
-    try:
-        yield listener
-    finally:
-        await listener.close()
+class Listening:
+    """A listener on a port that another may share."""
+
+    def __init__(self, app: ASGIApp, source: str | tuple[str, int] = (HOST, 0)) -> None:
+        accepting = listening_socket(source)
+        self.port: int = accepting.getsockname()[1]
+        self.url = f"http://{HOST}:{self.port}/"
+        self.listener = Listener(app, accepting)
+
+    async def __aenter__(self) -> Listening:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.listener.close()
 
 
-def url(listener: Listener) -> str:
-    return f"http://{HOST}:{listener.port}/"
+async def ask(url: str) -> bytes:
+    async with httpx.AsyncClient() as http:
+        return (await http.get(url)).content
 
 
-def test_a_port_of_another_program_is_refused_in_one_line() -> None:
-    with socket.create_server((HOST, 0)) as other:
-        port = other.getsockname()[1]
-        for take in (lambda: reserve(HOST, port), lambda: Listener(answering(b""), HOST, port)):
-            with pytest.raises(StartError, match=f"^cannot listen on {HOST}:{port} .*in use"):
-                take()
+@pytest.mark.parametrize(
+    "keep", [lambda port: Port(HOST, port), lambda port: listening_socket((HOST, port))]
+)
+def test_a_port_of_another_program_is_refused_in_one_line(take: Callable[[int], Any]) -> None:
+    with (
+        socket.create_server((HOST, 0)) as other,
+        pytest.raises(StartError, match=f"^cannot listen on {HOST}:[0-9]+ .*in use"),
+    ):
+        take(other.getsockname()[1])
 
 
-def test_a_reserved_port_is_for_listeners_alone() -> None:
-    async def answers(port: int) -> list[bytes]:
-        found = []
+def test_connections_to_a_kept_port_wait_for_the_next_listener() -> None:
+    async def run(port: Port) -> list[bytes]:
+        url, found = f"http://{HOST}:{port.number}/", []
         for text in (b"first", b"its successor"):
-            async with listening(answering(text), port) as listener, httpx.AsyncClient() as http:
-                found.append((await http.get(url(listener))).content)
+            waiting = asyncio.create_task(ask(url))
+            await asyncio.sleep(0.1)
+            async with Listening(answering(text), port.name):
+                found.append(await waiting)
         return found
 
-    with reserve(HOST, 0) as held:
-        port = held.getsockname()[1]
-        for _ in range(2):  # also right after connections to it
-            with pytest.raises(StartError):
-                reserve(HOST, port)
-            with pytest.raises(OSError, match="in use"), socket.create_server((HOST, port)):
-                pass
-            assert asyncio.run(answers(port)) == [b"first", b"its successor"]
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((HOST, port))
-    reserve(HOST, port).close()
+    port = kept(0)
+    for take in (kept, shared):
+        with pytest.raises(StartError):
+            take(port.number)
+    assert asyncio.run(run(port)) == [b"first", b"its successor"]
+    port.close()
+    with pytest.raises(StartError, match="does not answer"):
+        listening_socket(port.name)
+    kept(port.number).close()  # right after connections to it
 
 
 def test_two_listeners_share_a_port_and_one_that_closes_loses_no_request() -> None:
     async def run() -> set[bytes]:
         found = set()
-        async with listening(answering(b"a")) as first, listening(answering(b"b"), first.port):
+        async with (
+            Listening(answering(b"a")) as first,
+            Listening(answering(b"b"), (HOST, first.port)),
+        ):
             for _ in range(60):
-                async with httpx.AsyncClient() as http:
-                    found.add((await http.get(url(first))).content)
+                found.add(await ask(first.url))
             async with httpx.AsyncClient() as http:
-                closing = asyncio.create_task(first.close())
+                closing = asyncio.create_task(first.listener.close())
                 for _ in range(60):
-                    await http.get(url(first))
+                    await http.get(first.url)
                 await closing
-                assert not first.alive
-                assert (await http.get(url(first))).content == b"b"
+                assert not first.listener.alive
+                assert (await http.get(first.url)).content == b"b"
         return found
 
     assert asyncio.run(run()) == {b"a", b"b"}
@@ -98,8 +111,9 @@ def test_an_open_stream_is_finished_when_the_listener_closes() -> None:
         await send({"type": "http.response.body", "body": b"ended"})
 
     async def run() -> bytes:
-        listener = Listener(app, HOST, 0)
-        async with httpx.AsyncClient() as http, http.stream("GET", url(listener)) as answer:
+        served = Listening(app)
+        listener = served.listener
+        async with httpx.AsyncClient() as http, http.stream("GET", served.url) as answer:
             parts = answer.aiter_bytes()
             begun = await anext(parts)
             closing = asyncio.create_task(listener.close())
@@ -132,15 +146,15 @@ def test_a_request_whose_client_leaves_is_cancelled(streams: bool) -> None:
                 cancelled.set()
                 raise
 
-        async with listening(app) as listener:
-            _, writer = await asyncio.open_connection(HOST, listener.port)
+        async with Listening(app) as served:
+            _, writer = await asyncio.open_connection(HOST, served.port)
             writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nhi")
             await began.wait()
             writer.close()
             async with asyncio.timeout(5):
                 await cancelled.wait()
             async with httpx.AsyncClient() as http:  # it still listens
-                asking = asyncio.create_task(http.get(url(listener)))
+                asking = asyncio.create_task(http.get(served.url))
                 began.clear()
                 await began.wait()
                 asking.cancel()
