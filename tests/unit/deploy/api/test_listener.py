@@ -47,9 +47,15 @@ async def ask(url: str) -> bytes:
         return (await http.get(url)).content
 
 
-@pytest.mark.parametrize(
-    "keep", [lambda port: Port(HOST, port), lambda port: listening_socket((HOST, port))]
-)
+def kept(port: int) -> Port:
+    return Port(HOST, port)
+
+
+def shared(port: int) -> socket.socket:
+    return listening_socket((HOST, port))
+
+
+@pytest.mark.parametrize("take", [kept, shared])
 def test_a_port_of_another_program_is_refused_in_one_line(take: Callable[[int], Any]) -> None:
     with (
         socket.create_server((HOST, 0)) as other,
