@@ -116,6 +116,8 @@ def _init(**options: Any) -> None:
                 _node_ip_address=LOOPBACK,
                 **options,
             )
+            if not options["log_to_driver"]:
+                _end_log_monitor()
         finally:
             _record(before)
 
@@ -125,6 +127,16 @@ def _init(**options: Any) -> None:
         _record(before)
         _kill_all(beyond_ray=bool(_core))  # ray.shutdown hangs after half a start
         raise
+
+
+def _end_log_monitor() -> None:
+    """End the process that reads logs for this terminal, which wants none of them.
+
+    It looks at every log ten times a second: a hundredth of a core. Nothing watches it.
+    """
+    from ray._private import worker  # there is no public option
+
+    worker._global_node.kill_log_monitor(check_alive=False)
 
 
 def _record(before: Mapping[int, float]) -> None:

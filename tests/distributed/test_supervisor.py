@@ -81,6 +81,12 @@ def answer(actor: str, method: str) -> Any:
     return ray.get(getattr(found, method).remote(), timeout=30)
 
 
+def registered() -> set[str]:
+    """The trainers that have begun to work."""
+    status: SchedulerStatus | None = answer("paceline-scheduler", "status")
+    return set() if status is None else {lease.trainer for lease in status.leases}
+
+
 def versions() -> Any:
     return answer("paceline-registry", "stable_versions")
 
@@ -93,6 +99,7 @@ def test_an_actor_that_ray_gives_up_on_is_started_again_under_its_name(handle: A
     eventually(lambda: named() == NAMES)
     # an actor has its name a moment before its start is counted
     assert eventually(lambda: starts(handle) == dict.fromkeys(NAMES, 1))
+    eventually(lambda: registered() == TRAINERS)  # one that starts without a registry fails
     assert eventually(versions) == {"general": 0, "sql": 0}
     ray.kill(ray.get_actor("paceline-registry", NAMESPACE), no_restart=True)
     assert eventually(lambda: versions() == {"general": 0, "sql": 0})
@@ -103,10 +110,6 @@ def test_an_actor_that_ray_gives_up_on_is_started_again_under_its_name(handle: A
 def test_a_trainer_that_ray_gives_up_on_is_started_again_and_both_register(
     handle: Any,
 ) -> None:
-    def registered() -> set[str]:
-        status: SchedulerStatus | None = answer("paceline-scheduler", "status")
-        return set() if status is None else {lease.trainer for lease in status.leases}
-
     eventually(lambda: registered() == TRAINERS)
     ray.kill(ray.get_actor("paceline-trainer-2", NAMESPACE), no_restart=True)
     assert eventually(lambda: starts(handle)["paceline-trainer-2"] == 2)
