@@ -271,7 +271,8 @@ def topic_figures(lab: Lab, topic: str, options: argparse.Namespace) -> dict[str
     parts, learning = options.parts, Learning(micro_steps=options.micro_steps)
     seeds = [replace(learning, seed=seed) for seed in range(1, options.seeds)]
     made = replace(learning, synthetic=options.synthetic)
-    offline = Offline(max_steps=100 if options.quick else 2_000)
+    quick = Offline(steps_per_look=30, max_steps=60)
+    offline = quick if options.quick else Offline(max_steps=2_000)
     own = stream(lab, topic, learning, run="streams" in parts)
     most = ceiling(lab, topic, offline, run="ceilings" in parts)
     others = [stream(lab, topic, s, run="seeds" in parts) for s in seeds]
@@ -335,7 +336,7 @@ def report(figures: dict[str, Any]) -> None:
 def stream_arguments(doc: str | None) -> argparse.ArgumentParser:
     """Parser of the options of a :func:`stream_lab`."""
     parser = lab_arguments(doc)
-    parser.add_argument("--requests", type=int, help="of a stream; 1000, with --quick 96")
+    parser.add_argument("--requests", type=int, help="of a stream; 1000, with --quick 64")
     return parser
 
 
