@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,24 @@ _TESTS = 64  # records, the latest: what weights of long ago gained says little
 _KNOWN_PROMPTS = 2**14
 
 
+class Compared(NamedTuple):
+    """Weights beside the served ones.
+
+    Attributes:
+        scores: acceptance per held-out record, float64 ``[R]``.
+        served: of the served draft, likewise.
+        state: the weights.
+        tests: gains on further records that the weights of their time were not trained on.
+        halfway: whether they are half way between the served and the trained ones.
+    """
+
+    scores: NDArray[np.float64]
+    served: NDArray[np.float64]
+    state: dict[str, Tensor]
+    tests: list[float]
+    halfway: bool
+
+
 class Candidate:
     """Trains in place; keeps the served weights, and their scores on held-out records.
 
@@ -53,8 +72,9 @@ class Candidate:
         rejections: rejected rounds in a row.
         fruitless: last rejected rounds in a row whose gain had a low upper bound.
         acceptance: expected acceptance of the served draft, None if unknown.
-        tests: gain over the served draft on each of the last records that came new, before the
-            candidate trained on it; since it last started from served weights.
+        tests: gains over the served draft, of the trained weights and half way to them, on each of
+            the last records that came new, before the candidate trained on it; since it last
+            started from served weights.
     """
 
     def __init__(
@@ -78,7 +98,7 @@ class Candidate:
             if workers is None
             else DistributedDistiller(topic, path, settings.distiller, workers)
         )
-        self.tests: deque[float] = deque(maxlen=_TESTS)
+        self.tests: deque[tuple[float, float]] = deque(maxlen=_TESTS)
         self._newest: float | None = None  # creation of the newest training record so far
         self._known_prompts: dict[int, None] = {}  # hashes of training records' prompts
         self._differs = False  # from the served weights, by training
@@ -250,9 +270,12 @@ class Candidate:
                 if not known and not is_synthetic(record.request_id):
                     new[prompt] = record
         if latest := sorted(new.values(), key=lambda record: record.created)[-_TESTS:]:
-            own = self._score(self._distiller.state_dict(), latest, before_batch)
-            gains = own - self._score(self._served, latest, before_batch)
-            self.tests.extend(float(gain) for gain in gains if math.isfinite(gain))
+            served = self._score(self._served, latest, before_batch)
+            trained, halfway = (
+                self._score(state, latest, before_batch) - served for state in self._states()
+            )
+            gains = zip(trained.tolist(), halfway.tolist(), strict=True)
+            self.tests.extend(pair for pair in gains if math.isfinite(sum(pair)))
         given = max((record.created for record in records), default=-math.inf)
         self._newest = given if self._newest is None else max(self._newest, given)
         self._known_prompts |= dict.fromkeys(prompts)
@@ -264,20 +287,26 @@ class Candidate:
         self.tests.clear()
         self._differs = False
 
-    def compare(
-        self, records: Sequence[ReplayRecord], before_batch: Callable[[], None]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], dict[str, Tensor]]:
-        """Acceptance per record of candidate and served draft, float64 ``[R]`` each.
+    def _states(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The trained weights, and those half way from the served ones to them.
 
-        Args:
-            records: usable ones.
-            before_batch: called before each forward; may wait for a permit, or raise.
-
-        Returns:
-            both scores, and the candidate's weights that were evaluated.
+        On its first few records a draft learns them rather than its topic: half way it has kept
+        more of what it knew.
         """
         state = self._distiller.state_dict()
-        candidate = self._score(state, records, before_batch)
+        return state, self._distiller.halfway(state, self._served)
+
+    def compare(
+        self, records: Sequence[ReplayRecord], before_batch: Callable[[], None]
+    ) -> Compared:
+        """Score the better of the trained weights and those half way, beside the served ones.
+
+        Args:
+            records: held-out ones, usable.
+            before_batch: called before each forward; may wait for a permit, or raise.
+        """
+        states = self._states()
+        found = [self._score(state, records, before_batch) for state in states]
         self._ahead = False  # until the served draft is scored
         new = [r for r in records if r.request_id not in self._served_scores]
         if new:
@@ -287,8 +316,11 @@ class Candidate:
         served = np.array([self._served_scores[r.request_id] for r in records])
         # scores of records that are not sampled any more are dropped: a publication may be days off
         self._keep_scores(records, served)
-        self._ahead = bool(candidate.mean() > served.mean())
-        return candidate, served, state
+        tests = [[pair[i] for pair in self.tests] for i in (0, 1)]
+        gains = [float(sum(own - served) + sum(tests[i])) for i, own in enumerate(found)]
+        best = int(gains[1] > gains[0])
+        self._ahead = bool(found[best].mean() > served.mean())
+        return Compared(found[best], served, states[best], tests[best], bool(best))
 
     def _keep_scores(self, records: Sequence[ReplayRecord], scores: NDArray[np.float64]) -> None:
         self._served_scores = {

@@ -416,6 +416,17 @@ class Distiller:
             found[BASIS].zero_()
         return found
 
+    def halfway(
+        self, state: Mapping[str, Tensor], served: Mapping[str, Tensor] | None
+    ) -> dict[str, Tensor]:
+        """The mean of the candidate's weights and served ones (None: the initial ones)."""
+        other = self._initial if served is None else served
+        found = dict(state)
+        for name in state.keys() - {BASIS, VOCABULARY}:
+            own = state[name]
+            found[name] = own.float().lerp(other[name].to(own.device).float(), 0.5).to(own.dtype)
+        return found
+
     def trains_on(self, record: ReplayRecord) -> bool:
         """Whether a record has what the draft reads."""
         return trains_on(self._engine.module.draft, record)

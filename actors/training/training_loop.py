@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 # Raised with every change of what is decided here, in the gate, the candidate or the learning-rate
 # scale: benchmark results that were made under other rules are then not taken for today's.
-RULES = 2
+RULES = 3
 _AT_ONCE = 32  # records that are decoded under one permit: some milliseconds
 _DIVERGED = "the training loss is not finite"
 
@@ -358,15 +358,17 @@ class TrainingLoop:
         train: Sequence[ReplayRecord],
     ) -> None:
         """Compare the candidate with the served draft; publish or reject it."""
-        scores, served, state = candidate.compare(held_out, self._steps.wait_for_permit)
+        scores, served, state, tests, halfway = candidate.compare(
+            held_out, self._steps.wait_for_permit
+        )
         self._client.release_permit()
         looks = candidate.rejections + 1
-        gate, earlier = self._settings.gate, candidate.tests
-        decision = decide(scores, served, gate, earlier=earlier, looks=looks)
+        decision = decide(scores, served, self._settings.gate, earlier=tests, looks=looks)
         facts: Decision = {
             **decision.facts(),
             **_training_facts(candidate),
             "train_records": len(train),
+            "halfway": halfway,
         }
         if not decision.publish:
             if math.isfinite(decision.served):

@@ -40,13 +40,14 @@ class Decision(TypedDict, total=False):
         restored_from: the earlier version whose weights are served again.
         audit: whether the last known good version is tried, see CanarySettings.
         proven: whether a promoted version was shown to be better.
-        candidate_expected_acceptance: the gate's, as the next seven; see GateDecision.
+        candidate_expected_acceptance: the gate's, as the next eight; see GateDecision.
         served_expected_acceptance: of the served draft.
         gain_lower_bound: of the candidate's gain.
         gain_upper_bound: likewise.
         records: held-out ones.
         tests: of the candidate's earlier weights.
         train_records: that it learnt from.
+        halfway: whether its weights are half way from the served to the trained ones.
         steps: optimizer steps.
         rate_share: share of the learning rate.
         canary_requests: the canary's, as the next eight; drafted ones of the candidate.
@@ -83,6 +84,7 @@ class Decision(TypedDict, total=False):
     records: int
     tests: int
     train_records: int
+    halfway: bool
     steps: int
     rate_share: float
     canary_requests: int

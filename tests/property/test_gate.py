@@ -82,22 +82,32 @@ def published(
 ) -> NDArray[np.int64]:
     """Drawn streams of 16 requests a round: the look that published, 0 for none.
 
+    Of two kinds of weights, whose gains go together, the better one is judged, as
+    ``Candidate.compare`` does.
+
     Args:
-        gain: of the candidate, from the first round on.
+        gain: of both, from the first round on.
         spread: standard deviation of a record's gain.
         similar: correlation of a held-out record's gain from look to look.
         rounds: looks.
         trials: streams.
     """
     rng, found = np.random.default_rng(7), np.zeros(trials, dtype=np.int64)
+
+    def pairs(count: int) -> NDArray[np.float64]:
+        own = rng.normal(0.0, spread, (2, count))
+        return np.stack([own[0], 0.6 * (0.8 * own[0] + 0.6 * own[1])])
+
     for trial in range(trials):
-        own = rng.normal(0.0, spread, 3 * rounds + 1)
-        tests = rng.normal(gain, spread, 13 * rounds)
+        own, tests = pairs(3 * rounds + 1), pairs(13 * rounds) + gain
         for look in range(1, rounds + 1):
-            noise = rng.normal(0.0, spread, 3 * look + 1)
-            held_out = gain + similar * own[: 3 * look + 1] + (1.0 - similar**2) ** 0.5 * noise
-            earlier = tests[13 : 13 * look][-64:]
-            if judged(held_out.tolist(), earlier.tolist(), look).publish:
+            count = 3 * look + 1
+            noise = (1.0 - similar**2) ** 0.5 * pairs(count)
+            held_out, earlier = gain + similar * own[:, :count] + noise, tests[:, 13 : 13 * look]
+            gains = [
+                (h.tolist(), e.tolist()) for h, e in zip(held_out, earlier[:, -64:], strict=True)
+            ]
+            if judged(*max(gains, key=lambda pair: sum(pair[0]) + sum(pair[1])), look).publish:
                 found[trial] = look
                 break
     return found

@@ -340,7 +340,7 @@ def test_weights_draft_by_the_basis_that_comes_with_them(target: Path, tmp_path:
     settings = DistillerSettings(dtype="float32", target_path=str(target))
     candidate = Candidate("sql", TrainerSettings({"sql": str(before)}, settings))
     learn(candidate, records)
-    _, _, state = candidate.compare(records, lambda: None)
+    state = candidate.compare(records, lambda: None).state
     assert not state["basis"].any()  # the one before is of no use to it
     waits: list[None] = []
     candidate.add_basis(state, records, lambda: waits.append(None))
@@ -381,7 +381,7 @@ def test_weights_of_before_there_was_a_basis_are_served_and_learnt_on(
     settings = DistillerSettings(dtype="float32", target_path=str(target))
     candidate = Candidate("sql", TrainerSettings({"sql": str(folder)}, settings))
     candidate.load(7, flatten(old))
-    _, served, _ = candidate.compare(records, lambda: None)
+    served = candidate.compare(records, lambda: None).served
     assert np.isfinite(served).all()
     without = tmp_path / "without"
     shutil.copytree(folder, without)
@@ -719,7 +719,7 @@ def test_a_candidate_takes_up_its_topics_tokens(target: Path, draft: Path) -> No
     changed = torch.arange(len(before), dtype=torch.int32)
     candidate._distiller.set_vocabulary(changed)
     learn(candidate, records)
-    scores, served, state = candidate.compare(records, lambda: None)
+    scores, served, state, *_ = candidate.compare(records, lambda: None)
     assert torch.equal(state[VOCABULARY], changed)
     assert len(scores) == len(served) == len(records)
 
@@ -746,7 +746,7 @@ def test_coverage_is_of_the_served_vocabulary_and_comes_back_with_the_next_versi
     candidate._distiller.plain_tokens = set()
     candidate.grow_vocabulary(records)
     assert candidate.coverage(records) == before  # what is served has not changed
-    scores, _, state = candidate.compare(records, lambda: None)
+    scores, _, state, *_ = candidate.compare(records, lambda: None)
     candidate.mark_published(1, state, records, scores)
     after = candidate.coverage(records)
     assert after is not None

@@ -123,17 +123,17 @@ def test_resumed_adapters_go_on_to_the_bit(tmp_path: Path, dtype: str) -> None:
 
     first = candidate()
     steps(first)
-    _, _, state = first.compare(RECORDS, lambda: None)
+    state = first.compare(RECORDS, lambda: None).state
     first.mark_published(1, state, RECORDS, np.zeros(len(RECORDS)))
     expected = steps(first)
     second = candidate()
     second.load(1, flatten(state))
     assert second.steps == 8
     assert steps(second) == expected
-    after = first.compare(RECORDS, lambda: None)[2]
+    after = first.compare(RECORDS, lambda: None).state
     assert all(
         torch.equal(after[name], weight)
-        for name, weight in second.compare(RECORDS, lambda: None)[2].items()
+        for name, weight in second.compare(RECORDS, lambda: None).state.items()
     )
     other = candidate(rank=4)
     other.load(1, flatten(state))
@@ -161,7 +161,7 @@ def test_an_expert_s_first_adapters_lie_on_what_general_is_served_as(
     loop = make_loop(trainer_settings(draft, distiller=settings("lora"), round_seconds=0.1), client)
     newer = {
         name: weight + 0.01
-        for name, weight in loop.candidate("sql").compare(RECORDS[:1], lambda: None)[2].items()
+        for name, weight in loop.candidate("sql").compare(RECORDS[:1], lambda: None).state.items()
     }
     client.registry.publish("general", flatten(newer), {})
     assert loop.run_round()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from local_client import filled, make_loop, trainer_settings
 from training_records import learn, training_record
 
@@ -35,8 +37,8 @@ def test_a_new_record_is_a_test_once(draft: Path) -> None:
     candidate = trained(draft)
     candidate.test(records(0, 12), lambda: None)
     assert len(candidate.tests) == 4
-    scores, served, _ = candidate.compare(records(8, 12), lambda: None)
-    assert [*candidate.tests] == pytest.approx(list(scores - served))
+    found = candidate.compare(records(8, 12), lambda: None)
+    assert found.tests == pytest.approx(list(found.scores - found.served))
     candidate.test(records(0, 12), lambda: None)
     assert len(candidate.tests) == 4
     candidate.test(records(2, 13), lambda: None)
@@ -56,7 +58,7 @@ def test_one_that_comes_late_or_repeats_a_prompt_or_is_made_up_is_no_test(draft:
 def test_weights_that_do_not_differ_from_the_served_ones_are_not_tested(draft: Path) -> None:
     candidate = trained(draft)
     candidate.test(records(8, 12), lambda: None)
-    scores, _, state = candidate.compare(records(0, 4), lambda: None)
+    scores, _, state, *_ = candidate.compare(records(0, 4), lambda: None)
     candidate.mark_published(1, state, records(0, 4), scores)
     assert not candidate.tests
     candidate.test(records(12, 16), lambda: None)
@@ -77,7 +79,7 @@ def test_what_starts_over_forgets_its_tests(draft: Path) -> None:
     candidate.test(records(12, 17), lambda: None)
     assert len(candidate.tests) == 1
     # published weights may have been trained on whatever was there
-    candidate.load(1, flatten(candidate.compare(records(0, 4), lambda: None)[2]))
+    candidate.load(1, flatten(candidate.compare(records(0, 4), lambda: None).state))
     learn(candidate, records(0, 8))
     candidate.test(records(17, 20), lambda: None)
     assert not candidate.tests
@@ -96,6 +98,37 @@ def test_a_test_that_is_interrupted_is_made_the_next_time(draft: Path) -> None:
     assert not candidate.tests
     candidate.test(records(8, 12), lambda: None)
     assert len(candidate.tests) == 4
+
+
+def test_the_better_of_trained_and_halfway_weights_is_compared(draft: Path) -> None:
+    candidate = trained(draft)
+    candidate.test(records(8, 12), lambda: None)
+    first, later = records(12, 20), records(8, 12)
+
+    def scores(state: dict[str, torch.Tensor], of: list[ReplayRecord]) -> list[float]:
+        return list(candidate._score(state, of, lambda: None))
+
+    states = candidate._states()
+    initial = candidate._distiller._initial
+    for name, weight in states[1].items():
+        mean = (states[0][name].float() + initial[name].float()) / 2
+        assert torch.allclose(weight.float(), mean, rtol=0.01, atol=1e-6)
+    totals = [sum(scores(state, first)) + sum(scores(state, later)) for state in states]
+    found = candidate.compare(first, lambda: None)
+    assert found.halfway == (totals[1] > totals[0])
+    assert list(found.scores) == scores(states[found.halfway], first)
+    for name, weight in states[found.halfway].items():
+        assert torch.equal(found.state[name], weight)
+
+
+def test_the_candidate_trains_on_from_its_own_weights_whichever_are_published(draft: Path) -> None:
+    candidate = trained(draft)
+    before, halfway = candidate._states()
+    candidate.mark_published(1, halfway, records(0, 4), np.zeros(4))
+    after, _ = candidate._states()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    candidate.test(records(8, 12), lambda: None)
+    assert not candidate.tests  # what follows is another publication's
 
 
 def test_the_gate_decides_on_tests_too(draft: Path, tmp_path: Path) -> None:

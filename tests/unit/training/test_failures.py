@@ -75,7 +75,7 @@ def test_a_stuck_topic_does_not_stop_the_others(draft: Path, tmp_path: Path) -> 
 
 
 def initial(loop: TrainingLoop) -> dict[str, torch.Tensor]:
-    return loop.candidate("sql").compare([training_record(0)], lambda: None)[2]
+    return loop.candidate("sql").compare([training_record(0)], lambda: None).state
 
 
 @pytest.mark.parametrize("broken", ["folder", "weights"])

@@ -39,13 +39,13 @@ def steps(one: Candidate, count: int) -> list[float]:
 
 
 def published(one: Candidate, version: int = 1) -> dict[str, torch.Tensor]:
-    _, _, state = one.compare(RECORDS, lambda: None)
+    state = one.compare(RECORDS, lambda: None).state
     one.mark_published(version, state, RECORDS, np.zeros(len(RECORDS)))
     return state
 
 
 def weights(one: Candidate) -> dict[str, torch.Tensor]:
-    return one.compare(RECORDS[:1], lambda: None)[2]
+    return one.compare(RECORDS[:1], lambda: None).state
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

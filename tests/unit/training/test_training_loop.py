@@ -168,7 +168,7 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     candidate = loop.candidate("sql")
     served = {
         name: weight + 0.01
-        for name, weight in candidate.compare([training_record(1)], lambda: None)[2].items()
+        for name, weight in candidate.compare([training_record(1)], lambda: None).state.items()
     }
     client.registry.publish("sql", flatten(served), {})
     candidate.scale_rate(0.25)
@@ -186,7 +186,7 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     assert fruitless[over[0]] <= 1  # earlier rounds do not count
     assert candidate.rejections == len(steps)  # but the gate has looked as often
     assert candidate.rate_share == 0.5
-    now = candidate.compare([training_record(1)], lambda: None)[2]
+    now = candidate.compare([training_record(1)], lambda: None).state
     assert all((now[n] - w).abs().max() < 0.005 for n, w in served.items())  # from the served ones
     assert loop.progress.published == 0
 
