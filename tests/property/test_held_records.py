@@ -116,7 +116,7 @@ def test_a_busy_engine_hands_over_once_a_second_at_most_and_never_starves(
     for seconds, busy in rounds:
         now += seconds
         due = held.due_in_s(now, busy=busy)
-        assert 0.0 <= due <= 1.0
+        assert 0.0 <= due <= 1.0 + 1e-9  # sums of seconds are rounded
         busy_at = now if busy else busy_at
         if due > 0.0:
             continue
