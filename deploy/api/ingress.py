@@ -404,7 +404,7 @@ class Ingress:
                 stream = await prefetch(chunks)
                 builder = self._responses_builder(context, parsed)
                 events = sse_events(context, stream) if builder is None else builder.events(stream)
-                return EventStreamResponse(events, stream, releases.pop_all().close)
+                return EventStreamResponse(events, stream, releases.pop_all().close, deadline)
             async with deadline_scope(deadline):
                 answers = await complete_all(self._generation, requests, self._failover)
             self._recent_traffic.record_all(requests, answers)

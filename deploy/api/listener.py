@@ -6,6 +6,7 @@ Serve's HTTP proxy would pass each event of an answer through one more process.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import socket
@@ -15,9 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import uvicorn
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.deploy.errors import StartError
+
+logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _UCRED = struct.Struct("3i")  # of a unix socket's peer: pid, user, group
@@ -129,7 +133,7 @@ class Listener:
             ws="none",
             access_log=False,
             log_config=None,
-            log_level="critical",  # the application logs its errors
+            log_level="critical",  # the application logs what it answers; see _answer
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
@@ -190,6 +194,10 @@ class Listener:
         except asyncio.CancelledError:
             if not gone or task.uncancel():
                 raise
+        except Exception as error:
+            if not (complete or isinstance(error, ClientDisconnect)):
+                logger.exception("a response broke off")
+            raise
         finally:
             if watcher is not None:
                 watcher.cancel()

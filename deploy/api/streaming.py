@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from paceline.actors.engine.request import GenerationChunk
@@ -31,6 +32,7 @@ ChunkStream = AsyncGenerator[IndexedChunk, None]
 PREFETCH_TIMEOUT_S = 1.0  # longest delay of the headers for an error that still sets the status
 KEEPALIVE_INTERVAL_S = 2.0
 KEEPALIVE = b": waiting\n\n"
+_LAST_EVENTS_S = 5.0  # to send a timeout's own event
 
 
 async def sse_events(
@@ -176,11 +178,13 @@ class EventStreamResponse(StreamingResponse):
     """A response of server-sent events that cleans up at the end, on failure and on disconnect.
 
     It sends comments while there are no events: proxies and clients close silent connections.
+    A client that does not read what it is sent keeps nothing open for long after the deadline.
 
     Args:
         events: of the response.
         chunks: the events' source; closed at the end.
         on_close: called once, at the end.
+        deadline: of the chunks, a time of the running loop's clock.
         keepalive_interval_s: longest silence before a comment.
     """
 
@@ -189,6 +193,7 @@ class EventStreamResponse(StreamingResponse):
         events: AsyncGenerator[bytes, None],
         chunks: PrefetchedStream,
         on_close: Callable[[], None],
+        deadline: float,
         keepalive_interval_s: float = KEEPALIVE_INTERVAL_S,
     ) -> None:
         super().__init__(
@@ -199,13 +204,24 @@ class EventStreamResponse(StreamingResponse):
         self._events = events
         self._chunks = chunks
         self._on_close = on_close
+        self._deadline = deadline
         self._keepalive_interval_s = keepalive_interval_s
         self._sent_at = 0.0  # of the loop's clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
+        """Send the response.
+
+        Raises:
+            ClientDisconnect: the client is gone, or does not read.
+        """
+        timeout = asyncio.timeout_at(self._deadline + _LAST_EVENTS_S)
         try:
-            await super().__call__(scope, receive, send)
+            async with timeout:
+                await super().__call__(scope, receive, send)
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise ClientDisconnect from error
         finally:
             self._on_close()
             await asyncio.shield(self._close())

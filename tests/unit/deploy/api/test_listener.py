@@ -166,3 +166,27 @@ def test_a_request_whose_client_leaves_is_cancelled(streams: bool) -> None:
                 asking.cancel()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_only_a_failure_that_cuts_an_answer_off_is_logged(
+    answered: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The application logs the others, and answers them."""
+
+    async def app(_: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": not answered})
+        raise RuntimeError("a fault")
+
+    async def run() -> None:
+        async with Listening(app) as served:
+            if answered:
+                await ask(served.url)
+            else:
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await ask(served.url)
+
+    asyncio.run(run())
+    assert ("a fault" in caplog.text) is not answered

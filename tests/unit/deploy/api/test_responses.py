@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import ClientDisconnect
 from starlette.types import Message
 from tiny_models import tiny_tokenizer
 
@@ -436,7 +437,9 @@ async def sent(
         return {"type": "http.disconnect"}
 
     begun = await prefetch(pieces, 0.05)
-    stream = EventStreamResponse(sse_events(ANSWER, begun), begun, lambda: closed.append(1), 0.1)
+    deadline = asyncio.get_running_loop().time() + 60.0
+    events = sse_events(ANSWER, begun)
+    stream = EventStreamResponse(events, begun, lambda: closed.append(1), deadline, 0.1)
     async with asyncio.timeout(20):
         await stream({"type": "http"}, receive, send)
     count = len(messages)
@@ -462,6 +465,32 @@ def test_headers_and_comments_come_while_a_stream_waits() -> None:
 def test_a_stream_that_flows_has_no_comments() -> None:
     messages, _ = asyncio.run(sent(after(*[0.0] * 20)))
     assert KEEPALIVE not in [message.get("body") for message in messages]
+
+
+def test_a_client_that_does_not_read_is_left_after_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.deploy.api.streaming._LAST_EVENTS_S", 0.1)
+    closed = []
+
+    async def run() -> None:
+        async def blocks(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        async def receive() -> Message:
+            raise AssertionError
+
+        begun = await prefetch(after(*[0.0] * 20))
+        events, now = sse_events(ANSWER, begun), asyncio.get_running_loop().time()
+        stream = EventStreamResponse(events, begun, lambda: closed.append(1), now + 0.1)
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        with pytest.raises(ClientDisconnect):
+            async with asyncio.timeout(5):
+                await stream(scope, receive, blocks)
+
+    asyncio.run(run())
+    assert closed == [1]
 
 
 def test_what_fails_while_a_stream_waits_is_an_event_and_then_the_end() -> None:
