@@ -317,9 +317,10 @@ class Candidate:
         # scores of records that are not sampled any more are dropped: a publication may be days off
         self._keep_scores(records, served)
         tests = [[pair[i] for pair in self.tests] for i in (0, 1)]
-        gains = [float(sum(own - served) + sum(tests[i])) for i, own in enumerate(found)]
-        best = int(gains[1] > gains[0])
-        self._ahead = bool(found[best].mean() > served.mean())
+        known = np.isfinite(served)  # as the gate counts
+        held_out = [float((own - served)[known].sum()) for own in found]
+        best = int(held_out[1] + sum(tests[1]) > held_out[0] + sum(tests[0]))
+        self._ahead = held_out[best] > 0.0
         return Compared(found[best], served, states[best], tests[best], bool(best))
 
     def _keep_scores(self, records: Sequence[ReplayRecord], scores: NDArray[np.float64]) -> None:

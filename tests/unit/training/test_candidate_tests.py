@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from local_client import filled, make_loop, trainer_settings
+from numpy.typing import NDArray
 from training_records import learn, training_record
 
 from paceline.actors.replay.record import ReplayRecord, encode, synthetic_id
@@ -119,6 +120,23 @@ def test_the_better_of_trained_and_halfway_weights_is_compared(draft: Path) -> N
     assert list(found.scores) == scores(states[found.halfway], first)
     for name, weight in states[found.halfway].items():
         assert torch.equal(found.state[name], weight)
+
+
+def test_a_record_that_the_served_draft_has_no_score_on_decides_nothing(
+    draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    candidate = trained(draft)
+    states = candidate._states()
+    monkeypatch.setattr(candidate, "_states", lambda: states)
+
+    def score(state: object, *_: object) -> NDArray[np.float64]:
+        if state is candidate._served:
+            return np.array([0.1, np.nan, 0.1])
+        return np.array([0.2, 0.9, 0.2] if state is states[0] else [0.3, 0.2, 0.3])
+
+    monkeypatch.setattr(candidate, "_score", score)
+    assert candidate.compare(records(8, 11), lambda: None).halfway
+    assert candidate._ahead
 
 
 def test_the_candidate_trains_on_from_its_own_weights_whichever_are_published(draft: Path) -> None:
