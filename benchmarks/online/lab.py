@@ -75,7 +75,7 @@ class Sizes:
 
 # Ten minutes at most. A phase has some ten held-out prompts: an expert with less than four is
 # not trained.
-QUICK = Sizes(stream=64, test=32, phase=32, ceiling=96, window=16, checkpoints=(0, 32, 64))
+QUICK = Sizes(stream=64, test=32, phase=32, ceiling=64, window=16, checkpoints=(0, 32, 64))
 _QUICK_KEYS = {"replay.held_out_fraction": 0.3}  # of so few prompts a fifth is too few for the gate
 
 

@@ -271,7 +271,7 @@ def topic_figures(lab: Lab, topic: str, options: argparse.Namespace) -> dict[str
     parts, learning = options.parts, Learning(micro_steps=options.micro_steps)
     seeds = [replace(learning, seed=seed) for seed in range(1, options.seeds)]
     made = replace(learning, synthetic=options.synthetic)
-    quick = Offline(steps_per_look=30, max_steps=60)
+    quick = Offline(steps_per_look=20, max_steps=40)
     offline = quick if options.quick else Offline(max_steps=2_000)
     own = stream(lab, topic, learning, run="streams" in parts)
     most = ceiling(lab, topic, offline, run="ceilings" in parts)
