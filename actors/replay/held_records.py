@@ -94,10 +94,7 @@ class HeldRecords:
             topic: name.
         """
         return self._remove(
-            lambda record: (
-                topic in (None, record.topic)
-                and (request_id is None or belongs(record.request_id, request_id))
-            )
+            lambda record: topic in (None, record.topic) and belongs(record.request_id, request_id)
         )
 
     def expire(self, oldest: float) -> int:

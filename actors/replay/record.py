@@ -22,15 +22,17 @@ MAX_LENGTH = 512  # tokens of a record that drafts learn from, see `fit`
 _SYNTHETIC = "synthetic:"
 
 
-def belongs(record: str, answer: str) -> bool:
+def belongs(record: str, answer: str | None) -> bool:
     """Whether a record is an answer's, or a synthetic one made from its prompt.
 
     An answer's record has its name, or that and the number of a choice.
 
     Args:
         record: its request_id.
-        answer: id of the answer in the API.
+        answer: id of the answer in the API; None stands for all answers.
     """
+    if answer is None:
+        return True
     source = source_id(record)
     name, dash, number = source.rpartition("-")
     return answer in (record, source) or (bool(dash) and name == answer and number.isdecimal())

@@ -177,11 +177,7 @@ class Table:
 
         An answer with several choices has a record per choice, named by the answer and a number.
         """
-        kept = (
-            []
-            if request_id is None
-            else [r for r in self._records if not belongs(r.request_id, request_id)]
-        )
+        kept = [r for r in self._records if not belongs(r.request_id, request_id)]
         removed = len(self._records) - len(kept)
         if removed:
             self._replace(kept)

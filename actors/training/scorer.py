@@ -150,8 +150,7 @@ class ScoringLoop:
         """
 
         def matches(key: str, record: _Encoded) -> bool:
-            named = request_id is None or belongs(key, request_id)
-            return named and topic in (None, record.topic)
+            return topic in (None, record.topic) and belongs(key, request_id)
 
         with self._lock:
             gone = [(key, r.topic) for key, r in self._records.items() if matches(key, r)]

@@ -110,10 +110,7 @@ class SuffixStore:
         """
         with self.lock:
             return self._remove(
-                lambda own, answer: (
-                    topic in (None, own)
-                    and (request_id is None or belongs(answer.request_id, request_id))
-                )
+                lambda own, answer: topic in (None, own) and belongs(answer.request_id, request_id)
             )
 
     def expire(self) -> int:
