@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import DynamicCache
 
 from paceline.actors.training.batches import Batch
 from paceline.actors.training.losses import (
@@ -33,6 +32,7 @@ STEP_DECAY = 0.8  # weight of a step's loss relative to the one before
 _NEVER = -1e4  # logit of tokens outside the vocabulary
 _POSITIONS = 128  # whose logits exist at a time
 _WIDTHS = 512  # see batches.py: few shapes of the head
+_COLUMNS = 16  # likewise, of the trunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,26 +204,121 @@ class _HeadLosses(torch.autograd.Function):
 def step_states(draft: EagleDraft, batch: Batch, steps: int = STEPS) -> list[Tensor]:
     """The head's input at the batch's positions in every step, ``[N, H]`` each.
 
+    Every step computes the labelled positions and the ``steps - 1`` before them. Of the others,
+    most of them a prompt's, the last layer only has the first step's keys and values.
+
     Args:
         draft: with its target's ends.
-        batch: with hidden states.
+        batch: with hidden states; the positions of a record are consecutive.
         steps: drafted tokens.
     """
     assert batch.hidden is not None
-    width = batch.input_ids.shape[1]
-    positions = torch.arange(width, device=batch.input_ids.device)[None]
-    hidden, cache = shifted(batch.hidden.to(draft.dtype)), DynamicCache()
-    found = []
-    for step in range(steps):
-        state = draft.trunk(
-            inputs_embeds=draft.inputs(batch.input_ids, hidden),
-            attention_mask=_mask(step, width, draft),
-            position_ids=positions.expand(len(batch.input_ids), -1),
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
-        found.append(state[batch.rows, batch.columns])
-        hidden = shifted(state)
+    window = _window(batch, steps)
+    ids, columns = batch.input_ids.gather(1, window), batch.columns - window[batch.rows, 0]
+    trunk = _StepTrunk(draft, batch.input_ids.shape[1], window)
+    state = trunk.step(draft.inputs(batch.input_ids, shifted(batch.hidden.to(draft.dtype))))
+    found = [state[batch.rows, columns]]
+    while len(found) < steps:
+        state = trunk.step(draft.inputs(ids, shifted(state)))
+        found.append(state[batch.rows, columns])
+    return found
+
+
+def _window(batch: Batch, steps: int) -> Tensor:
+    """Labelled positions and those before them that they follow from, int64 ``[B, M]``."""
+    length = batch.input_ids.shape[1]
+    first = batch.rows.new_full((batch.num_records,), length)
+    first = first.scatter_reduce(0, batch.rows, batch.columns, "amin")
+    last = torch.zeros_like(first).scatter_reduce(0, batch.rows, batch.columns, "amax")
+    wanted = int((last - first).max()) + steps
+    width = min(-(-wanted // _COLUMNS) * _COLUMNS, length)
+    start = (first - (steps - 1)).clamp(0, length - width)
+    return start[:, None] + torch.arange(width, device=start.device)
+
+
+class _StepTrunk:
+    """The trunk's forwards of the steps of drafting, at a window of each row's positions.
+
+    In the first step a position sees all before it. In step j it sees the first step's keys up to j
+    positions before it, which follow from the target's states that are known when it is drafted,
+    and one key of each drafted token since.
+    """
+
+    def __init__(self, draft: EagleDraft, length: int, window: Tensor) -> None:
+        """Begin before the first step.
+
+        Args:
+            draft: its trunk's modules are called one by one.
+            length: T, of the rows.
+            window: int64 ``[B, M]``, consecutive positions of each row.
+        """
+        self._trunk, self._window, self._done = draft.trunk, window, 0
+        self._every = torch.arange(length, device=window.device)[None]
+        cosines, sines = draft.trunk.rotary_emb(draft.fuse.weight, self._every)
+        self._cosines, self._sines = cosines[0], sines[0]  # [T, D]
+        count = len(draft.trunk.layers)
+        self._keys: list[list[Tensor]] = [[] for _ in range(count)]  # by layer and step
+        self._values: list[list[Tensor]] = [[] for _ in range(count)]
+
+    def step(self, inputs: Tensor) -> Tensor:
+        """The window's states ``[B, M, H]`` of the next step.
+
+        Args:
+            inputs: ``[B, T, H]`` of the first step, ``[B, M, H]`` of any other.
+        """
+        layers, state = self._trunk.layers, inputs
+        places = self._window if self._done else self._every
+        for number, layer in enumerate(layers):
+            normed = layer.input_layernorm(state)
+            keys = self._rotated(_heads(layer.self_attn, "k", normed), places)
+            self._keys[number].append(keys)
+            self._values[number].append(_heads(layer.self_attn, "v", normed))
+            if not self._done and number + 1 == len(layers):
+                places = self._window
+                at = places[:, :, None].expand(-1, -1, state.shape[-1])
+                state, normed = state.gather(1, at), normed.gather(1, at)
+            state = state + self._attended(number, normed, places)
+            state = state + layer.mlp(layer.post_attention_layernorm(state))
+        self._done += 1
+        found: Tensor = self._trunk.norm(state)
+        return found
+
+    def _attended(self, number: int, normed: Tensor, places: Tensor) -> Tensor:
+        """What a layer's attention adds at some places, of all steps' keys so far."""
+        attention = self._trunk.layers[number].self_attn
+        attended = functional.scaled_dot_product_attention(
+            self._rotated(_heads(attention, "q", normed), places),
+            torch.cat(self._keys[number], dim=2),
+            torch.cat(self._values[number], dim=2),
+            self._seen(places)[:, None],
+            scale=attention.scaling,
+            enable_gqa=True,
+        )
+        added: Tensor = attention.o_proj(attended.transpose(1, 2).flatten(2))
+        return added
+
+    def _seen(self, places: Tensor) -> Tensor:
+        """Which keys each place sees, bool ``[B, Q, T + j * M]`` in step j."""
+        seen = [places[:, :, None] - self._every >= self._done]
+        if self._done:
+            at = torch.arange(places.shape[1], device=places.device)
+            for ago in reversed(range(self._done)):
+                seen.append((at[:, None] - at == ago).expand(len(places), -1, -1))
+        return torch.cat(seen, dim=2)
+
+    def _rotated(self, heads: Tensor, places: Tensor) -> Tensor:
+        """Heads ``[B, h, Q, D]`` with the rotary embedding of their places ``[B, Q]``."""
+        cosines: Tensor = self._cosines[places][:, None]
+        sines: Tensor = self._sines[places][:, None]
+        one, other = heads.chunk(2, dim=-1)
+        return heads * cosines + torch.cat([-other, one], dim=-1) * sines
+
+
+def _heads(attention: Any, name: str, normed: Tensor) -> Tensor:
+    """Queries, keys or values of a layer's input, ``[B, h, T, D]``."""
+    heads = getattr(attention, f"{name}_proj")(normed).unflatten(-1, (-1, attention.head_dim))
+    norm = getattr(attention, f"{name}_norm", None)  # Qwen 3
+    found: Tensor = (heads if norm is None else norm(heads)).transpose(1, 2)
     return found
 
 
@@ -249,17 +344,3 @@ def state_basis(draft: EagleDraft, batches: Iterable[Batch]) -> Tensor:
 def shifted(hidden: Tensor) -> Tensor:
     """States ``[B, T, H]`` moved to the next position; the first has none, zeros."""
     return functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
-
-
-def _mask(step: int, width: int, draft: EagleDraft) -> Tensor:
-    """Additive mask ``[1, 1, T, (step + 1) * T]`` over the keys of all steps so far.
-
-    Keys of the first step, from the target's states, reach ``step`` positions less far; each later
-    step has one key of every drafted token.
-    """
-    at = torch.arange(width, device=draft.device)
-    behind = at[:, None] - at[None]
-    seen = [behind >= step, *(behind == step - own for own in range(1, step + 1))]
-    allowed = torch.cat(seen, dim=1)
-    mask = torch.zeros(allowed.shape, dtype=draft.dtype, device=draft.device)
-    return mask.masked_fill_(~allowed, torch.finfo(draft.dtype).min)[None, None]

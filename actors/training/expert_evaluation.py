@@ -50,11 +50,11 @@ def acceptance(logits: Tensor, batch: Batch, draft_top_k: int) -> Tensor:
     Returns:
         float32 ``[N]``.
     """
-    scores = logits.float()
     greedy = batch.temperature == 0.0
-    agrees = (scores.argmax(dim=-1) == batch.top_ids[:, 0]).float()
+    agrees = (logits.argmax(dim=-1) == batch.top_ids[:, 0]).float()
     if bool(greedy.all()):
         return agrees
+    scores = logits.float()
     temperature = torch.where(greedy, 1.0, batch.temperature)
     top, _ = scores.topk(min(draft_top_k, scores.shape[-1]), dim=-1)
     log_q = (scores.gather(-1, batch.top_ids) - top[:, :1]) / temperature[:, None]

@@ -599,6 +599,36 @@ def test_the_loss_in_parts_is_the_loss_of_all_positions(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_labelled_positions_alone_have_the_states_of_whole_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
+) -> None:
+    from paceline.actors.training import eagle
+
+    folder = save_target(tmp_path / "target", kind)
+    save_draft(new_draft(folder, layers), tmp_path / "draft")
+    model = load_draft(tmp_path / "draft", folder, torch.float32, torch.device("cpu"))
+    torch.nn.init.normal_(model.fuse.weight, std=0.2)
+    batch = make_batch(records_of(eagle_engine(folder, {"a": tmp_path / "draft"}), asked()), 512)
+    assert batch.hidden is not None
+    found: dict[int, list[torch.Tensor]] = {}
+    gradients: dict[int, list[torch.Tensor]] = {}
+    for columns in (1, 512):
+        monkeypatch.setattr(eagle, "_COLUMNS", columns)
+        model.zero_grad()
+        states = step_states(model, batch)
+        torch.stack(states).square().sum().backward()
+        found[columns] = [state.detach() for state in states]
+        gradients[columns] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    torch.testing.assert_close(found[1], found[512], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients[1], gradients[512], rtol=1e-3, atol=1e-3)
+    with torch.inference_mode():
+        inputs = model.inputs(batch.input_ids, eagle.shifted(batch.hidden.float()))
+        whole = model.trunk(inputs_embeds=inputs).last_hidden_state
+    torch.testing.assert_close(found[1][0], whole[batch.rows, batch.columns], rtol=1e-4, atol=1e-4)
+
+
 def test_a_step_sees_the_tokens_before_and_its_own_drafts(target: Path, draft: Path) -> None:
     """A later token, or a state that is not known yet, changes no earlier prediction."""
     record = records_of(eagle_engine(target, {"a": draft}), [request("r", PROMPTS[0])])[0]
