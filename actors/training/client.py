@@ -32,7 +32,7 @@ from paceline.actors.weights.versions import TopicStatus
 
 logger = logging.getLogger(__name__)
 
-_WAIT_S = 0.5  # for idle serving
+_WAIT_S = 2.0  # for idle serving
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ class RayTrainerClient:
         return permit is Permit.GRANTED
 
     def until_idle(self) -> None:
-        """Wait until serving is idle, for half a second at most; for less without a scheduler."""
+        """Wait until serving is idle, for two seconds at most; not at all without a scheduler."""
         if self._scheduler is not None:
             self._get(self._scheduler.until_idle.remote(_WAIT_S), 2.0 * _WAIT_S)
 

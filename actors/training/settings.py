@@ -184,7 +184,7 @@ class TrainerSettings:
     round_seconds: float = 8.0
     max_round_s: float = 45.0
     train_records: int = 256
-    held_out_records: int = 256
+    held_out_records: int = 128
     max_length: int = MAX_LENGTH
     draft_top_k: int = 64
     report_losses: bool = False

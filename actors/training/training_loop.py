@@ -102,8 +102,10 @@ class TrainingLoop:
         """Run a round of the topic with the highest priority; False if nothing was trained.
 
         A topic that cannot be trained, or whose round raises, backs off: it must neither keep the
-        others waiting nor be tried in a loop.
+        others waiting nor be tried in a loop. While requests run it waits first: what it would
+        ask shards and registry takes processor time.
         """
+        self._client.until_idle()
         self._add_topics(self._client.added_topics())
         stats = self._client.stats()
         self._update_live_stats()
