@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12, help="of each number in flight")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--port", type=int, default=8021)
-    options = parsed(parser, None, blocks=4)
+    options = parsed(parser, None, blocks=4, max_tokens=48)
     keys = {
         "training.enabled": False,
         "target.max_num_seqs": max(16, *options.in_flight),

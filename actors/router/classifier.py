@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from transformers import BertForSequenceClassification, BertModel
 
 from paceline.actors.router.added_topic_head import AddedTopicHead
-from paceline.actors.router.encoder import TextEncoder, fingerprint
+from paceline.actors.router.encoder import TextEncoder, fingerprint, keep_layers
 from paceline.actors.router.regression import ClassifiedTexts
 
 HEAD_FILE = "head.safetensors"  # weight [labels, H] and bias [labels], float32
@@ -156,7 +156,8 @@ def _read_head(folder: Path, encoder_folder: Path) -> _ClassifierParts:
     if mark != config["encoder_fingerprint"]:
         raise ValueError(f"router: {folder} was fitted on another encoder than {encoder_folder}")
     rows = load_file(folder / HEAD_FILE)
-    texts = TextEncoder(encoder_folder, bert.eval(), "mean", int(config["max_tokens"]))
+    bert = keep_layers(bert.eval(), int(config["layers"]))
+    texts = TextEncoder(encoder_folder, bert, "mean", int(config["max_tokens"]))
     names = config["id2label"]
     labels = tuple(str(names[str(i)]) for i in range(len(names)))
     own = hashlib.blake2b(mark.encode(), digest_size=8)

@@ -64,6 +64,12 @@ class TextEncoder:
         return None if len(ids) <= self._empty else self._encoder(torch.tensor(ids))
 
 
+def keep_layers(bert: BertModel, count: int) -> BertModel:
+    """The model with its first layers alone."""
+    bert.encoder.layer = bert.encoder.layer[:count]
+    return bert
+
+
 def fingerprint(folder: Path, model: PreTrainedModel) -> str:
     """Hex digest of a model's weights and its folder's tokenizer, on which features depend."""
     digest = hashlib.blake2b(digest_size=8)

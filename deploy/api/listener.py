@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _UCRED = struct.Struct("3i")  # of a unix socket's peer: pid, user, group
+_RETRY_S = 1.0  # without a descriptor to be had
 _KEEP_ALIVE_S = 75  # of an idle connection
 _LAST_REQUESTS_S = 0.3  # that connections without a request have when the listener closes
 
@@ -53,10 +54,12 @@ class Port:
         self._takers = socket.socket(socket.AF_UNIX)
         self._takers.bind(f"\0{self.name}")
         self._takers.listen()
+        self._closed = threading.Event()
         threading.Thread(target=self._give, name="paceline-port", daemon=True).start()
 
     def close(self) -> None:
         """Close the port for all."""
+        self._closed.set()
         self._takers.shutdown(socket.SHUT_RDWR)  # ends the thread's accept
         self._takers.close()
         self._socket.close()
@@ -66,8 +69,11 @@ class Port:
         while True:
             try:
                 taker, _ = self._takers.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._closed.wait(_RETRY_S):
+                    return
+                logger.warning("a process that asks for the port must wait (%s)", error)
+                continue
             with taker, suppress(OSError):
                 peer = taker.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
                 if _UCRED.unpack(peer)[1] == os.getuid():

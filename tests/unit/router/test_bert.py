@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import BertConfig, BertModel
 
 from paceline.actors.router import encoder as encoder_module
-from paceline.actors.router.encoder import BertEncoder, Pooling, build_encoder
+from paceline.actors.router.encoder import BertEncoder, Pooling, build_encoder, keep_layers
 
 POSITIONS = 24
 POOLINGS: tuple[Pooling, ...] = ("cls", "mean")
@@ -120,3 +120,12 @@ def test_in_bfloat16_the_mean_is_nearly_the_same(
     assert found.dtype is torch.float32
     assert float(found @ expected) > 0.999
     assert torch.allclose(found, expected, atol=1e-5) == (not native)
+
+
+@torch.inference_mode()
+def test_the_first_layers_alone_read_what_they_read_in_the_whole_model() -> None:
+    token_ids = torch.tensor([3, 1, 4])
+    states = model_of(layers=4)(input_ids=token_ids[None], output_hidden_states=True).hidden_states
+    found = BertEncoder(keep_layers(model_of(layers=4), 3), "mean")(token_ids)
+    mean = states[3][0].mean(dim=0)
+    torch.testing.assert_close(found, mean / mean.norm())

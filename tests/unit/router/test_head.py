@@ -167,6 +167,7 @@ def test_the_package_s_head_fits_its_encoder_s_size_and_the_demo_s_topics() -> N
     assert all(np.isfinite(row).all() for row in rows.values())
     facts = json.loads((config.router_path / "config.json").read_text())
     assert facts["max_tokens"] <= 512
+    assert 1 <= facts["layers"] <= 6
 
 
 def test_the_written_prompts_are_different_and_of_all_labels() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,23 @@ def test_a_port_of_another_program_is_refused_in_one_line(take: Callable[[int], 
         pytest.raises(StartError, match=f"^cannot listen on {HOST}:[0-9]+ .*in use"),
     ):
         take(other.getsockname()[1])
+
+
+def test_a_port_is_given_once_there_is_a_descriptor_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, failures = socket.socket.accept, iter([OSError(errno.EMFILE, "Too many open files")])
+
+    def scarce(own: socket.socket) -> Any:
+        for error in failures:
+            raise error
+        return accept(own)
+
+    monkeypatch.setattr(socket.socket, "accept", scarce)
+    monkeypatch.setattr("paceline.deploy.api.listener._RETRY_S", 0.01)
+    port = kept(0)
+    with listening_socket(port.name) as given:
+        assert given.getsockname()[1] == port.number
+    assert next(failures, None) is None
+    port.close()
 
 
 def test_connections_to_a_kept_port_wait_for_the_next_listener() -> None:
