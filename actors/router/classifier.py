@@ -156,7 +156,8 @@ def _read_head(folder: Path, encoder_folder: Path) -> _ClassifierParts:
     if mark != config["encoder_fingerprint"]:
         raise ValueError(f"router: {folder} was fitted on another encoder than {encoder_folder}")
     rows = load_file(folder / HEAD_FILE)
-    bert = keep_layers(bert.eval(), int(config["layers"]))
+    # heads that were made before read all layers
+    bert = keep_layers(bert.eval(), int(config.get("layers", bert.config.num_hidden_layers)))
     texts = TextEncoder(encoder_folder, bert, "mean", int(config["max_tokens"]))
     names = config["id2label"]
     labels = tuple(str(names[str(i)]) for i in range(len(names)))

@@ -1,6 +1,7 @@
 """Shares of an optimizer step: micro-batches, and each rank's part of them.
 
-The gradients of all shares add up to those of the whole step, however it is split.
+The gradients of all shares add up to those of the whole step, however it is split; where tokens of
+a vocabulary are drawn, in expectation.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from paceline.cluster.scheduler.preemption import PreemptionTracker
 USED, WAITING, UNWANTED = "used", "waiting", "unwanted"
 _MAX_UNEXPORTED_YIELDS = 10_000
 _YIELD_WINDOW = 1_000
-_QUEUED_S = 1.0  # a trainer that asked for a permit within this time keeps its turn
+_QUEUED_S = 3.0  # a trainer that asked for a permit within this time keeps its turn; it waits two
 
 
 class SchedulerStats:

@@ -60,9 +60,9 @@ def head_card(facts: Mapping[str, Any]) -> str:
         [
             "# Topic head\n\nA row per topic (math, code, sql, shell, and general for what is none "
             "of them) over the 384 features of sentence-transformers/all-MiniLM-L6-v2, a BERT of "
-            "22.7M parameters that stays as it is: mean pooling, first and last 32 tokens of a "
-            "prompt. The encoder is not in this folder; `paceline models minilm` fetches it, "
-            "`serve` does it too.\n",
+            "22.7M parameters that stays as it is: the first three of its six layers, mean "
+            "pooling, first and last 24 tokens of a prompt. The encoder is not in this folder; "
+            "`paceline models minilm` fetches it, `serve` does it too.\n",
             "## Cross-validated figures\n\nShare of the self-written prompts that go where they "
             "belong, by heads fitted without them, with `min_confidence` of config.json:\n\n"
             + table(["prompts", "right"], rows),

@@ -46,10 +46,7 @@ from paceline.deploy.recipes.router_data import (
 
 log = logging.getLogger(__name__)
 
-MAX_TOKENS = (
-    48  # of more, as many prompts go where they belong, and 32 lose questions that come last
-)
-LAYERS = 3  # of six: the later ones tell sentences apart, and topics worse
+MAX_TOKENS = 48  # of 32 and of 64 as many prompts go where they belong; a question may come last
 _SEEDS, _PER_FORM = (31, 32), 100  # of generated prompts
 _FOLDS = 5
 _RIDGES = (0.003, 0.01, 0.03)
@@ -203,7 +200,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = model_store.fetch(args.encoder, log.info, "--encoder")
     bert = BertModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     mark = fingerprint(folder, bert)
-    texts = TextEncoder(folder, keep_layers(bert, LAYERS), "mean", MAX_TOKENS)
+    # the later ones tell sentences apart, and topics worse
+    layers = max(1, bert.config.num_hidden_layers // 2)
+    texts = TextEncoder(folder, keep_layers(bert, layers), "mean", MAX_TOKENS)
     written = encode(texts, [(t, label) for label, own in prompts.items() for t in own], names)
     generated = written.of(np.zeros(len(written.labels), bool))
     if args.prompts == WRITTEN_PROMPTS:
@@ -225,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "encoder": args.encoder,
         "encoder_fingerprint": mark,
         "id2label": {str(place): label for place, label in enumerate(names)},
-        "layers": LAYERS,
+        "layers": layers,
         "max_tokens": MAX_TOKENS,
         "min_confidence": confidence,
     }

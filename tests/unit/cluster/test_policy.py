@@ -181,6 +181,17 @@ def test_a_silent_trainer_loses_its_topic_and_one_that_works_its_lease() -> None
     assert policy.tick(32.1) == kill("t")
 
 
+def test_a_trainer_that_waits_for_idle_serving_keeps_its_turn() -> None:
+    policy = make()
+    policy.report_load("r", 1, 0, 0.0)
+    for name, topic, now in (("a", "sql", 0.0), ("b", "code", 0.1)):
+        request(policy, name, {topic: 1.0}, now)
+        assert policy.acquire_permit(name, "life", now) is DENIED
+    policy.report_load("r", 0, 0, 1.9)
+    assert policy.acquire_permit("b", "life", 2.1) is DENIED  # the other waited longer
+    assert policy.acquire_permit("a", "life", 2.2) is GRANTED
+
+
 def test_idle_time_is_counted_by_its_use() -> None:
     policy = make()
     policy.report_load("r", 1, 0, 0.0)

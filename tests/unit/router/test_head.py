@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +73,27 @@ def test_the_recipe_s_head_classifies_other_prompts_of_its_topics(
         assert chosen.count(topic) >= 18
 
 
-def test_features_are_the_normalised_mean_as_the_model_was_trained(
-    config: PacelineConfig, classifier: TopicClassifier, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("made_before", [False, True])
+def test_features_are_the_normalised_mean_of_a_layer(
+    config: PacelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_before: bool
 ) -> None:
+    """Of the last one that the head was fitted on: earlier heads say none, and were on all."""
     monkeypatch.setattr(encoder_module, "_has_bfloat16", lambda: False)
-    head, encoder, _ = router_arguments(config)
+    path, encoder, _ = router_arguments(config)
+    head = Path(shutil.copytree(path, tmp_path / "head"))
+    facts = json.loads((head / "config.json").read_text())
+    layers = facts.pop("layers")
+    if made_before:
+        (head / "config.json").write_text(json.dumps(facts))
     tokenizer, model = AutoTokenizer.from_pretrained(encoder), AutoModel.from_pretrained(encoder)
+    assert 1 <= layers == model.config.num_hidden_layers // 2
     text = prompts(0, 1)["sql"][0]
     batch = tokenizer(text, return_tensors="pt")
     with torch.inference_mode():
-        mean = model.eval()(batch["input_ids"]).last_hidden_state[0].mean(dim=0)
-    found = TopicClassifier(head, encoder).features(text)
+        read = model.eval()(batch["input_ids"], output_hidden_states=True)
+    mean = read.hidden_states[-1 if made_before else layers][0].mean(dim=0)
+    classifier = TopicClassifier(str(head), encoder)
+    found = classifier.features(text)
     assert found is not None
     assert len(found) == classifier.feature_size == model.config.hidden_size
     torch.testing.assert_close(found, mean / mean.norm(), rtol=1e-4, atol=1e-5)
