@@ -42,7 +42,7 @@ from paceline.actors.weights.flat_weights import FlatWeights, flatten, unflatten
 logger = logging.getLogger(__name__)
 
 _BASIS_RECORDS = 32
-_TESTS = 32  # records, the latest: what weights of long ago gained says little
+_TESTS = 64  # records, the latest: what weights of long ago gained says little
 _KNOWN_PROMPTS = 2**14
 
 
@@ -72,9 +72,9 @@ class Candidate:
         rejections: rejected rounds in a row.
         fruitless: last rejected rounds in a row whose gain had a low upper bound.
         acceptance: expected acceptance of the served draft, None if unknown.
-        tests: gains over the served draft, of the trained weights and, while these are tried, half
-            way to them, on each of the last records that came new, before the candidate trained on
-            it; since it last started from served weights.
+        tests: gains over the served draft, of the trained weights and half way to them, on each of
+            the last records that came new, before the candidate trained on it; since it last
+            started from served weights.
     """
 
     def __init__(
@@ -98,8 +98,7 @@ class Candidate:
             if workers is None
             else DistributedDistiller(topic, path, settings.distiller, workers)
         )
-        self.tests: deque[tuple[float, ...]] = deque(maxlen=_TESTS)
-        self._tries_halfway = True
+        self.tests: deque[tuple[float, float]] = deque(maxlen=_TESTS)
         self._newest: float | None = None  # creation of the newest training record so far
         self._known_prompts: dict[int, None] = {}  # hashes of training records' prompts
         self._differs = False  # from the served weights, by training
@@ -196,7 +195,6 @@ class Candidate:
         self.rejections = self.fruitless = 0
         self._initial_records, self._ahead = None, False
         self._forget_tests()
-        self._tries_halfway = True
         self._newest = None  # what these weights were trained on is not known
         self.acceptance = None
         self._served_scores.clear()
@@ -225,7 +223,8 @@ class Candidate:
         elif self.rejections and not self._ahead and outgrown(self._initial_records, records):
             logger.info("%s: starts over, with %d records", self.topic, records)
             self.scale_rate(increased(self.rate_share))
-            self._restart()
+            self._distiller.reset(self._served)
+            self._forget_tests()
             self._initial_records = records
             self.fruitless = 0  # of the dropped weights; the gate's looks go on
 
@@ -240,7 +239,8 @@ class Candidate:
     def reset(self) -> None:
         """Start again from the served weights, at a lower learning rate."""
         self.scale_rate(decreased(self.rate_share))
-        self._restart()
+        self._distiller.reset(self._served)
+        self._forget_tests()
         self._ahead = False
 
     def scale_rate(self, share: float) -> None:
@@ -271,35 +271,30 @@ class Candidate:
                     new[prompt] = record
         if latest := sorted(new.values(), key=lambda record: record.created)[-_TESTS:]:
             served = self._score(self._served, latest, before_batch)
-            gains = [self._score(own, latest, before_batch) - served for own in self._states()]
-            records_gains = zip(*(own.tolist() for own in gains), strict=True)
-            self.tests.extend(own for own in records_gains if math.isfinite(sum(own)))
+            trained, halfway = (
+                self._score(state, latest, before_batch) - served for state in self._states()
+            )
+            gains = zip(trained.tolist(), halfway.tolist(), strict=True)
+            self.tests.extend(pair for pair in gains if math.isfinite(sum(pair)))
         given = max((record.created for record in records), default=-math.inf)
         self._newest = given if self._newest is None else max(self._newest, given)
         self._known_prompts |= dict.fromkeys(prompts)
         for prompt in [*self._known_prompts][:-_KNOWN_PROMPTS]:
             del self._known_prompts[prompt]
 
-    def _restart(self) -> None:
-        self._distiller.reset(self._served)
-        self._tries_halfway = True
-        self._forget_tests()
-
     def _forget_tests(self) -> None:
         """Forget tests of weights that the candidate does not go on from."""
         self.tests.clear()
         self._differs = False
 
-    def _states(self) -> list[dict[str, Tensor]]:
+    def _states(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The trained weights, and those half way from the served ones to them.
 
         On its first few records a draft learns them rather than its topic: half way it has kept
-        more of what it knew. Once the trained ones were better they are alone: scores cost as much
-        as steps.
+        more of what it knew.
         """
         state = self._distiller.state_dict()
-        tried = [self._distiller.halfway(state, self._served)] if self._tries_halfway else []
-        return [state, *tried]
+        return state, self._distiller.halfway(state, self._served)
 
     def compare(
         self, records: Sequence[ReplayRecord], before_batch: Callable[[], None]
@@ -321,12 +316,10 @@ class Candidate:
         served = np.array([self._served_scores[r.request_id] for r in records])
         # scores of records that are not sampled any more are dropped: a publication may be days off
         self._keep_scores(records, served)
-        tests = [[own[i] for own in self.tests] for i in range(len(states))]
+        tests = [[pair[i] for pair in self.tests] for i in (0, 1)]
         known = np.isfinite(served)  # as the gate counts
         held_out = [float((own - served)[known].sum()) for own in found]
-        totals = [own + sum(more) for own, more in zip(held_out, tests, strict=True)]
-        best = totals.index(max(totals))
-        self._tries_halfway = best > 0
+        best = int(held_out[1] + sum(tests[1]) > held_out[0] + sum(tests[0]))
         self._ahead = held_out[best] > 0.0
         return Compared(found[best], served, states[best], tests[best], bool(best))
 

@@ -105,7 +105,7 @@ def published(
             noise = (1.0 - similar**2) ** 0.5 * pairs(count)
             held_out, earlier = gain + similar * own[:, :count] + noise, tests[:, 13 : 13 * look]
             gains = [
-                (h.tolist(), e.tolist()) for h, e in zip(held_out, earlier[:, -32:], strict=True)
+                (h.tolist(), e.tolist()) for h, e in zip(held_out, earlier[:, -64:], strict=True)
             ]
             if judged(*max(gains, key=lambda pair: sum(pair[0]) + sum(pair[1])), look).publish:
                 found[trial] = look
