@@ -16,6 +16,7 @@ from paceline.actors.replay.buffer import ShardStats, Split
 from paceline.actors.replay.record import RecordError, ReplayRecord, decode
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.training.permits import (
+    IDLE_WAIT_S,
     Assignment,
     Permit,
     PermitHandle,
@@ -31,8 +32,6 @@ from paceline.actors.weights.topics import TopicsView
 from paceline.actors.weights.versions import TopicStatus
 
 logger = logging.getLogger(__name__)
-
-_WAIT_S = 2.0  # for idle serving
 
 T = TypeVar("T")
 
@@ -192,7 +191,7 @@ class RayTrainerClient:
     def until_idle(self) -> None:
         """Wait until serving is idle, for two seconds at most; not at all without a scheduler."""
         if self._scheduler is not None:
-            self._get(self._scheduler.until_idle.remote(_WAIT_S), 2.0 * _WAIT_S)
+            self._get(self._scheduler.until_idle.remote(IDLE_WAIT_S), 2.0 * IDLE_WAIT_S)
 
     def release_permit(self) -> None:
         """Release the permit. Best effort."""

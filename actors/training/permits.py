@@ -9,6 +9,8 @@ from typing import Protocol
 
 from paceline.actors.handles import RemoteMethod
 
+IDLE_WAIT_S = 2.0  # that a trainer waits for idle serving before it asks again
+
 
 @dataclass(frozen=True, slots=True)
 class ResourceSlot:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from paceline.actors.training.permits import (
+    IDLE_WAIT_S,
     Assignment,
     Permit,
     ResourceSlot,
@@ -29,7 +30,7 @@ from paceline.cluster.scheduler.preemption import PreemptionTracker
 USED, WAITING, UNWANTED = "used", "waiting", "unwanted"
 _MAX_UNEXPORTED_YIELDS = 10_000
 _YIELD_WINDOW = 1_000
-_QUEUED_S = 3.0  # a trainer that asked for a permit within this time keeps its turn; it waits two
+_QUEUED_S = 1.5 * IDLE_WAIT_S  # a trainer that asked for a permit within this time keeps its turn
 
 
 class SchedulerStats:
