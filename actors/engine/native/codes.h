@@ -79,27 +79,32 @@ __attribute__((always_inline)) inline void each_pair(const F& take) {
   }
 }
 
-template <int Bits, int R, int B>
-void coded_tile(const Product& p, int64_t row, int64_t block) {
+// R rows by B blocks; the next blocks' codes are fetched meanwhile. With Keep the decoded weights go
+// to `kept` too, laid out as pack() does.
+template <int Bits, int R, int B, bool Keep>
+__attribute__((noinline)) void coded_tile(const Product& p, int64_t block, Bf16* kept) {
   constexpr int kPairs = 16 / Bits;  // of columns, in a word
-  const int64_t groups = p.weight.in / kGroup;
+  const int64_t groups = p.weight.in / kGroup, stride = packed_block<Bf16>(p.weight.in);
   const Group<Bits>* own = static_cast<const Group<Bits>*>(p.weight.packed) + block * groups;
-  const Bf16* x = static_cast<const Bf16*>(p.x) + row * p.weight.in;
+  const Bf16* x = static_cast<const Bf16*>(p.x);
   Sums sums[R][B] = {};
   for (int64_t g = 0; g < groups; ++g) {
     Decoder<Bits> decoders[B];
     for (int b = 0; b < B; ++b) decoders[b].read(own[b * groups + g]);
     for (int64_t line = 0; line < static_cast<int64_t>(sizeof(Group<Bits>)); line += 64)
       for (int b = 0; b < B; ++b)
-        __builtin_prefetch(reinterpret_cast<const char*>(own + b * groups + g + 8) + line);
+        __builtin_prefetch(reinterpret_cast<const char*>(own + (B + b) * groups + g) + line);
 #pragma GCC unroll 8
     for (int j = 0; j < Bits; ++j, x += 2 * kPairs) {
       __m512i words[B];
       for (int b = 0; b < B; ++b) words[b] = _mm512_loadu_si512(own[b * groups + g].codes[j]);
       each_pair<Bits>([&](auto pair) __attribute__((always_inline)) {
         Pairs w[B];
-        for (int b = 0; b < B; ++b)
+        for (int b = 0; b < B; ++b) {
           w[b] = (Pairs)(__m512i)decoders[b].template pair<pair.value>(words[b]);
+          if constexpr (Keep) _mm512_storeu_si512(kept + b * stride, (__m512i)w[b]);
+        }
+        if constexpr (Keep) kept += 2 * kOutputs;
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
           for (int b = 0; b < B; ++b)
@@ -107,21 +112,42 @@ void coded_tile(const Product& p, int64_t row, int64_t block) {
       });
     }
   }
-  store<Bf16, R, B>(p, row, R, block, sums);
+  store<Bf16, R, B>(p, 0, R, block, sums);
 }
 
+// Calls take(count) for 1 to 8 rows, as a constant.
+template <class F>
+inline void with_rows(int64_t count, const F& take) {
+  switch (count) {
+    case 1: return take(std::integral_constant<int, 1>{});
+    case 2: return take(std::integral_constant<int, 2>{});
+    case 3: return take(std::integral_constant<int, 3>{});
+    case 4: return take(std::integral_constant<int, 4>{});
+    case 5: return take(std::integral_constant<int, 5>{});
+    case 6: return take(std::integral_constant<int, 6>{});
+    case 7: return take(std::integral_constant<int, 7>{});
+    case 8: return take(std::integral_constant<int, 8>{});
+  }
+}
+
+// All rows in parts of at most 8, as even as can be: the first decodes in registers and leaves the
+// weights in the cache for the others.
 template <int Bits, int B>
 void coded_rows(const Product& p, int64_t block) {
-  int64_t row = 0;
-  for (; row + 8 <= p.rows; row += 8) coded_tile<Bits, 8, B>(p, row, block);
-  switch (p.rows - row) {
-    case 1: return coded_tile<Bits, 1, B>(p, row, block);
-    case 2: return coded_tile<Bits, 2, B>(p, row, block);
-    case 3: return coded_tile<Bits, 3, B>(p, row, block);
-    case 4: return coded_tile<Bits, 4, B>(p, row, block);
-    case 5: return coded_tile<Bits, 5, B>(p, row, block);
-    case 6: return coded_tile<Bits, 6, B>(p, row, block);
-    case 7: return coded_tile<Bits, 7, B>(p, row, block);
+  const int64_t parts = (p.rows + kMany - 1) / kMany, first = p.rows / parts;
+  if (parts == 1)
+    return with_rows(p.rows, [&](auto r) { coded_tile<Bits, r.value, B, false>(p, block, nullptr); });
+  thread_local std::vector<Bf16> kept;
+  const int64_t size = packed_block<Bf16>(p.weight.in);
+  kept.resize(B * size);
+  with_rows(first, [&](auto r) { coded_tile<Bits, r.value, B, true>(p, block, kept.data()); });
+  Product decoded = p;
+  // Where block 0 would lie.
+  const auto begin = reinterpret_cast<uintptr_t>(kept.data()) - block * size * sizeof(Bf16);
+  decoded.weight.packed = reinterpret_cast<const void*>(begin);
+  for (int64_t part = 1; part < parts; ++part) {
+    const int64_t row = p.rows * part / parts, end = p.rows * (part + 1) / parts;
+    with_rows(end - row, [&](auto r) { tile<Bf16, r.value, B>(decoded, row, block); });
   }
 }
 
@@ -146,24 +172,6 @@ void decode_block(const Weight& weight, int64_t block, Bf16* out) {
         out += 2 * kOutputs;
       });
     }
-  }
-}
-
-// For many rows: decodes some blocks once, for all rows.
-template <int Bits>
-void multiply_decoded(const Product& p, int64_t from, int64_t to) {
-  thread_local std::vector<Bf16> decoded;
-  const int64_t size = packed_block<Bf16>(p.weight.in);
-  decoded.resize(kCached * size);
-  for (int64_t block = from; block < to; block += kCached) {
-    const int64_t end = std::min(to, block + kCached);
-    for (int64_t b = block; b < end; ++b)
-      decode_block<Bits>(p.weight, b, decoded.data() + (b - block) * size);
-    Product own = p;
-    // Where block 0 would lie.
-    const auto first = reinterpret_cast<uintptr_t>(decoded.data()) - block * size * sizeof(Bf16);
-    own.weight.packed = reinterpret_cast<const void*>(first);
-    many_rows<Bf16>(own, block, end);
   }
 }
 
@@ -216,16 +224,9 @@ inline bool pack_codes(const Bf16* weight, const uint8_t* codes, const uint16_t*
                    : pack_coded<8>(weight, codes, scales, mins, in, out, packed);
 }
 
-template <int Bits>
-void multiply_codes_of(const Product& p, int64_t from, int64_t to) {
-  // Fewer rows decode in registers, again for every eight of them.
-  if (p.rows > 3 * kMany) multiply_decoded<Bits>(p, from, to);
-  else multiply_coded_blocks<Bits>(p, from, to);
-}
-
 inline void multiply_codes(const Product& p, int64_t from, int64_t to) {
-  if (p.weight.bits == 4) multiply_codes_of<4>(p, from, to);
-  else multiply_codes_of<8>(p, from, to);
+  if (p.weight.bits == 4) multiply_coded_blocks<4>(p, from, to);
+  else multiply_coded_blocks<8>(p, from, to);
 }
 
 #else  // without the processor's dot product of bfloat16 decoding costs more than it saves

@@ -21,9 +21,12 @@ void multiply(const Product* products, int64_t count, int64_t threads_) {
   const Weight& first = products[0].weight;
   if (products[0].rows == 0) return;
   const int64_t all = all_blocks(first);
-  // Eight chunks a thread, of whole panels, and none so small that taking it costs.
-  const int64_t share = std::max<int64_t>(1, all / (8 * std::max<int64_t>(1, threads_)));
-  const int64_t blocks = std::max<int64_t>(8, (share + 7) / 8 * 8);
+  // Eight chunks a thread, of whole tiles, none so small that taking it costs, and as many for each.
+  const int64_t tile = first.bits != 0 ? 2 : 8;
+  const auto up = [](int64_t n, int64_t step) { return (n + step - 1) / step * step; };
+  const int64_t share = std::max<int64_t>(8, all / (8 * std::max<int64_t>(1, threads_)));
+  const int64_t wanted = up((all + share - 1) / share, std::max<int64_t>(1, threads_));
+  const int64_t blocks = up((all + wanted - 1) / wanted, tile);
   const int64_t chunks = (all + blocks - 1) / blocks;
   each(count * chunks, threads_, [&](int64_t i) {
     const Product& p = products[i / chunks];

@@ -124,9 +124,9 @@ void store(const Product& p, int64_t row, int count, int64_t block, const Sums (
     }
 }
 
-// R rows by B blocks of 16 outputs.
+// R rows by B blocks of 16 outputs. Inlined, its sums would not stay in registers.
 template <class T, int R, int B>
-void tile(const Product& p, int64_t row, int64_t block) {
+__attribute__((noinline)) void tile(const Product& p, int64_t row, int64_t block) {
   constexpr int depth = Step<T>::kDepth;
   const int64_t in = p.weight.in, stride = packed_block<T>(in);
   const Rows<T, R> rows(p, row);
