@@ -61,6 +61,7 @@ LESSON, _LESSON_LOAD = -1, 0.1  # number of its repeat, fraction of the capacity
 _PLAN = ("loads", "seconds", "repeats", "warm_up", "probe", "drain_s", "lesson")
 _AT_ONCE = 16  # target.max_num_seqs
 _TRAINER_START_S = 120.0
+_WINDOW_S = 5.0
 _SEED = 77
 _POOL = 1500  # prompts of a topic at most
 _PLACES = {"port", "state_dir"}  # of a config: they change no figure
@@ -361,24 +362,40 @@ def rows_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["trace"], row["load"], VARIANTS.index(row["variant"])))
 
 
-def ratios_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
-    """Latency of a variant over another's, by load, over blocks; traces are fixed strata."""
+def speeds_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
+    """How many times as fast as another variant one served the same requests, by load.
+
+    The geometric mean over requests of the ratio of their latencies. Those due within some seconds
+    wait for each other, so intervals are by bootstrap over such windows.
+    """
+    block = ["trace", "repeat", "window"]
+    frame = pd.DataFrame(
+        [unit["load"], unit["variant"], unit["trace"], unit["repeat"]]
+        + [outcome["due_s"] // _WINDOW_S, number]
+        + [outcome[name] if outcome["error"] is None else None for name in LATENCIES]
+        for unit in units
+        for number, outcome in enumerate(unit["outcomes"])
+    )
+    frame.columns = pd.Index(["load", "variant", *block, "number", *LATENCIES])
     found = []
-    for load, own in pd.DataFrame(units).groupby("load"):
-        blocks = own.groupby(["trace", "repeat"]).ngroup()
-        for figure in _FIGURES:
-            known = own[own[figure].notna() & (own[figure] > 0.0)]
-            every = zip(known.variant, blocks[known.index], known.trace, known[figure], strict=True)
-            timings = [harness.Timing(v, int(b), trace, 1, value) for v, b, trace, value in every]
+    for load, own in frame.groupby("load"):
+        for figure in LATENCIES:
+            by_request = own.pivot(index=[*block, "number"], columns="variant", values=figure)
+            logs = np.log(by_request.astype(float).where(lambda seconds: seconds > 0.0))
             for variant, other in _PAIRS:
-                of = [{t.block for t in timings if t.variant == v} for v in (variant, other)]
-                both = [t for t in timings if t.block in set.intersection(*of)]
                 row = {"load": load, "figure": figure, "variant": variant, "against": other}
-                # a latency of one token is the inverse of a rate
-                found.append(
-                    row | (asdict(harness.paired_ratio(both, other, variant)) if both else {})
-                )
+                if {variant, other} <= set(logs.columns):
+                    gains = (logs[other] - logs[variant]).dropna().groupby(level=block)
+                    sums, counts = gains.sum(), gains.count()
+                    row |= asdict(harness.bootstrap(_mean_ratio, sums, counts))
+                    row["requests"] = int(counts.sum())
+                found.append(row)
     return found
+
+
+def _mean_ratio(sums: harness.Sample, counts: harness.Sample) -> float | None:
+    count = float(np.sum(counts))
+    return float(np.exp(np.sum(sums) / count)) if count else None
 
 
 def answers_that_differ(units: Sequence[Unit]) -> dict[str, dict[str, int]]:
@@ -428,7 +445,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             after = traffic.run(number, block, turn, variant, state)
             state = after if variant == ONLINE else state
     units = traffic.units
-    rows, ratios, differ = rows_of(units), ratios_of(units), answers_that_differ(units)
+    rows, speeds, differ = rows_of(units), speeds_of(units), answers_that_differ(units)
     failures = sum(unit["draft_failures"] for unit in units)
     figures = {
         "settings": dict(traffic.common),
@@ -436,13 +453,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "load_averages": [unit["machine"]["load_average"] for unit in units],
         "requests_per_s": {trace: traffic.capacity(trace) for trace in traffic.traces},
         "rows": rows,
-        "ratios": ratios,
+        "times_as_fast": speeds,
         "answers": differ,
         "draft_failures": failures,
     }
     harness.write(options.out / "traffic.json", figures)
     harness.show("Open-loop traffic", rows)
-    harness.show("Latency over that of another variant", ratios)
+    harness.show("Times as fast as another variant, at the same requests", speeds)
     harness.say(f"answers unlike plain's: {differ}; draft failures: {failures}")
     return int(failures > 0)
 

@@ -24,6 +24,7 @@ from online.traffic import (
     body,
     busy_rate,
     planned,
+    speeds_of,
     turns,
 )
 from prompts import Prompt
@@ -310,7 +311,7 @@ def unit(variant: str, repeat: int, seconds: float, answers: str = "ab") -> dict
     }
 
 
-def test_the_report_pairs_blocks_and_counts_answers_that_differ() -> None:
+def test_the_report_sums_up_blocks_and_counts_answers_that_differ() -> None:
     units = [
         unit("plain", 0, 0.4),
         unit("online", 0, 0.2, "ax"),
@@ -323,17 +324,32 @@ def test_the_report_pairs_blocks_and_counts_answers_that_differ() -> None:
     assert (rows[1]["published"], rows[1]["promoted"], rows[1]["rolled_back"]) == (4, 0, 2)
     assert (rows[1]["cpu_s"], rows[1]["trainer_cpu_s"]) == (4.5, 1.5)
     assert rows[1]["prompts_repeated"] == 6
-    ratios = traffic.ratios_of(units)
-    first = next(r for r in ratios if r["variant"] == "online" and r["figure"] == "ttft_p50_s")
-    assert first["ratio"] == pytest.approx(0.5)
-    assert first["blocks"] == 2
-    assert next(r for r in ratios if r["variant"] == "frozen").get("ratio") is None
-    units += [unit("frozen", 0, 0.3), unit("frozen", 1, 0.6)]
-    ratios = traffic.ratios_of(units)
-    between = next(r for r in ratios if r["against"] == "frozen" and r["figure"] == "ttft_p50_s")
-    assert (between["variant"], between["ratio"]) == ("online", pytest.approx(1 / 1.5))
     differ = traffic.answers_that_differ(units)
     assert differ["online"] == {"compared": 4, "differ": 1}
+
+
+def test_speeds_are_those_of_the_same_requests() -> None:
+    def served(variant: str, repeat: int, *seconds: float, failed: int = -1) -> dict[str, Any]:
+        own = [
+            outcome(due_s=4.0 * i, ttft_s=s, error="HTTP 503" if i == failed else None)
+            for i, s in enumerate(seconds)
+        ]
+        block = {"trace": "t", "load": 0.5, "repeat": repeat, "variant": variant}
+        return block | {"outcomes": [asdict(o) for o in own]}
+
+    units = [
+        *(served("plain", 0, 0.4, 8.0, 1.0), served("plain", 1, 0.8, 1.6, 1.0)),
+        *(served("online", 0, 0.2, 1.0, 9.0, failed=2), served("online", 1, 0.4, 0.1, 1.0)),
+    ]
+    found = {(row["figure"], row["variant"], row["against"]): row for row in speeds_of(units)}
+    first = found["ttft_s", "online", "plain"]
+    assert first["requests"] == 5
+    assert first["value"] == pytest.approx((2 * 8 * 2 * 16 * 1) ** 0.2)
+    # The first two requests of a block are of one window.
+    assert first["low"] == pytest.approx(1.0)
+    assert first["high"] == pytest.approx(32**0.5)
+    assert found["tpot_s", "online", "plain"]["value"] == pytest.approx(1.0)
+    assert "value" not in found["ttft_s", "frozen", "plain"]
 
 
 def test_processor_seconds_are_counted_by_role() -> None:
