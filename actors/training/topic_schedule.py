@@ -20,7 +20,8 @@ class ScheduleSettings:
         least_hope: a rejected round is fruitless if the upper bound of the candidate's gain is not
             above this.
         rest_growth: share of a plateaued topic's records that must be new for another round.
-        general_share: weight of ``general``, which learns from all topics, against one topic.
+        general_share: traffic share that ``general`` counts with at least: it serves what no topic
+            is known for, which may come at any time.
         waiting_s: seconds of waiting that double a topic's weight.
         rest_s: first back-off of a topic that could not be trained, seconds; doubles.
         longest_rest_s: longest back-off, seconds.
@@ -36,7 +37,7 @@ class ScheduleSettings:
     max_rejections: int = 3
     least_hope: float = 0.006
     rest_growth: float = 0.1
-    general_share: float = 0.1
+    general_share: float = 0.02
     waiting_s: float = 60.0
     rest_s: float = 1.0
     longest_rest_s: float = 60.0
@@ -144,7 +145,7 @@ def gain(view: TopicView, total_traffic: float, settings: ScheduleSettings) -> f
     """Traffic share x headroom, more while the topic drifts."""
     share = view.traffic / total_traffic if total_traffic > 0 else 0.0
     if view.name == GENERAL:
-        share = settings.general_share
+        share = max(share, settings.general_share)
     headroom = 1.0 - (view.acceptance if view.acceptance is not None else 0.0)
     weight = settings.drift_weight if view.drifting else 1.0
     return (share + 1e-3) * max(headroom, 0.0) * weight
@@ -161,7 +162,7 @@ def topic_priorities(
     """
     settings = settings or ScheduleSettings()
     every = list(views)
-    total = sum(view.traffic for view in every if view.name != GENERAL)
+    total = sum(view.traffic for view in every)
     found = []
     for view in every:
         if is_ready(view, settings):

@@ -166,12 +166,15 @@ def test_the_schedule_abandons_no_topic() -> None:
     assert select_topic(topic_priorities([view("sql", traffic=30.0), waiting])) == "code"
 
 
-def test_schedule_prefers_topics_to_general() -> None:
-    assert (
-        select_topic(topic_priorities([view("general", traffic=100.0), view("sql", traffic=1.0)]))
-        == "sql"
-    )
-    assert select_topic(topic_priorities([view("general", traffic=0.0)])) == "general"
+def test_general_counts_with_its_own_traffic_and_a_little_without_any() -> None:
+    def first(general: float, sql: float, waited_s: float = 0.0) -> str | None:
+        views = [view("general", traffic=general, waited_s=waited_s), view("sql", traffic=sql)]
+        return select_topic(topic_priorities(views))
+
+    assert first(0.0, 1.0) == "sql"
+    assert first(3.0, 1.0) == "general"
+    assert first(0.0, 0.0) == "general"
+    assert first(0.0, 1.0, waited_s=3600.0) == "general"
 
 
 def test_schedule_waits_for_records() -> None:
