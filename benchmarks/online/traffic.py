@@ -61,7 +61,6 @@ LESSON, _LESSON_LOAD = -1, 0.1  # number of its repeat, fraction of the capacity
 _PLAN = ("loads", "seconds", "repeats", "warm_up", "probe", "drain_s", "lesson")
 _AT_ONCE = 16  # target.max_num_seqs
 _TRAINER_START_S = 120.0
-_WINDOW_S = 5.0
 _SEED = 77
 _POOL = 1500  # prompts of a topic at most
 _PLACES = {"port", "state_dir"}  # of a config: they change no figure
@@ -365,13 +364,12 @@ def rows_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
 def speeds_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
     """How many times as fast as another variant one served the same requests, by load.
 
-    The geometric mean over requests of the ratio of their latencies. Those due within some seconds
-    wait for each other, so intervals are by bootstrap over such windows.
+    The geometric mean over requests of the ratio of their latencies. Intervals are over blocks,
+    of which traces are fixed strata: requests of a block share the machine's pace at that time.
     """
-    block = ["trace", "repeat", "window"]
+    block = ["trace", "repeat"]
     frame = pd.DataFrame(
-        [unit["load"], unit["variant"], unit["trace"], unit["repeat"]]
-        + [outcome["due_s"] // _WINDOW_S, number]
+        [unit["load"], unit["variant"], unit["trace"], unit["repeat"], number]
         + [outcome[name] if outcome["error"] is None else None for name in LATENCIES]
         for unit in units
         for number, outcome in enumerate(unit["outcomes"])
@@ -385,17 +383,17 @@ def speeds_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
             for variant, other in _PAIRS:
                 row = {"load": load, "figure": figure, "variant": variant, "against": other}
                 if {variant, other} <= set(logs.columns):
-                    gains = (logs[other] - logs[variant]).dropna().groupby(level=block)
-                    sums, counts = gains.sum(), gains.count()
-                    row |= asdict(harness.bootstrap(_mean_ratio, sums, counts))
-                    row["requests"] = int(counts.sum())
+                    both = logs[[variant, other]].dropna()
+                    means = np.exp(both.groupby(level=block).mean())
+                    timings = [
+                        harness.Timing(name, number, trace, 1, float(seconds))
+                        for name in (variant, other)
+                        for number, ((trace, _), seconds) in enumerate(means[name].items())
+                    ]
+                    row |= asdict(harness.paired_ratio(timings, variant, other))
+                    row["requests"] = len(both)
                 found.append(row)
     return found
-
-
-def _mean_ratio(sums: harness.Sample, counts: harness.Sample) -> float | None:
-    count = float(np.sum(counts))
-    return float(np.exp(np.sum(sums) / count)) if count else None
 
 
 def answers_that_differ(units: Sequence[Unit]) -> dict[str, dict[str, int]]:

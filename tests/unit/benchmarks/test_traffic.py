@@ -343,13 +343,10 @@ def test_speeds_are_those_of_the_same_requests() -> None:
     ]
     found = {(row["figure"], row["variant"], row["against"]): row for row in speeds_of(units)}
     first = found["ttft_s", "online", "plain"]
-    assert first["requests"] == 5
-    assert first["value"] == pytest.approx((2 * 8 * 2 * 16 * 1) ** 0.2)
-    # The first two requests of a block are of one window.
-    assert first["low"] == pytest.approx(1.0)
-    assert first["high"] == pytest.approx(32**0.5)
-    assert found["tpot_s", "online", "plain"]["value"] == pytest.approx(1.0)
-    assert "value" not in found["ttft_s", "frozen", "plain"]
+    assert (first["requests"], first["blocks"]) == (5, 2)
+    assert first["ratio"] == pytest.approx(((2 * 8) ** (1 / 2) * (2 * 16 * 1) ** (1 / 3)) ** 0.5)
+    assert found["tpot_s", "online", "plain"]["ratio"] == pytest.approx(1.0)
+    assert "ratio" not in found["ttft_s", "frozen", "plain"]
 
 
 def test_processor_seconds_are_counted_by_role() -> None:
