@@ -364,8 +364,9 @@ def rows_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
 def speeds_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
     """How many times as fast as another variant one served the same requests, by load.
 
-    The geometric mean over requests of the ratio of their latencies. Intervals are over blocks,
-    of which traces are fixed strata: requests of a block share the machine's pace at that time.
+    Geometric means of the ratio of latencies: over the requests of a block, then over the blocks
+    of a trace, then over traces. Intervals are over blocks, of which traces are fixed strata:
+    requests of a block share the machine's pace at that time.
     """
     block = ["trace", "repeat"]
     frame = pd.DataFrame(
@@ -382,8 +383,8 @@ def speeds_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
             logs = np.log(by_request.astype(float).where(lambda seconds: seconds > 0.0))
             for variant, other in _PAIRS:
                 row = {"load": load, "figure": figure, "variant": variant, "against": other}
-                if {variant, other} <= set(logs.columns):
-                    both = logs[[variant, other]].dropna()
+                both = logs.reindex(columns=[variant, other]).dropna()
+                if len(both):
                     means = np.exp(both.groupby(level=block).mean())
                     timings = [
                         harness.Timing(name, number, trace, 1, float(seconds))

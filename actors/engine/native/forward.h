@@ -19,9 +19,9 @@ void each(int64_t count, int64_t threads_, const F& f) {
 template <class T>
 void multiply(const Product* products, int64_t count, int64_t threads_) {
   const Weight& first = products[0].weight;
-  if (products[0].rows == 0) return;
   const int64_t all = all_blocks(first);
-  // Eight chunks a thread, of whole tiles, none so small that taking it costs, and as many for each.
+  if (products[0].rows == 0 || all == 0) return;
+  // Eight chunks a thread, or of 8 blocks if that is fewer; as many for each thread where tiles allow.
   const int64_t tile = first.bits != 0 ? 2 : 8;
   const auto up = [](int64_t n, int64_t step) { return (n + step - 1) / step * step; };
   const int64_t share = std::max<int64_t>(8, all / (8 * std::max<int64_t>(1, threads_)));

@@ -156,7 +156,7 @@ void panel(const Product& p, int64_t row, int64_t from, int64_t to) {
   for (; block < to; ++block) tile<T, R, 1>(p, row, block);
 }
 
-constexpr int kMany = 8;    // more rows than these are taken 6 by 6 over weights in the cache
+constexpr int kMany = 8;    // more rows than these are taken in parts over weights in the cache
 constexpr int kCached = 4;  // so many blocks at a time
 
 template <class T>

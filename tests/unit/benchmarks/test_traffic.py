@@ -347,6 +347,8 @@ def test_speeds_are_those_of_the_same_requests() -> None:
     assert first["ratio"] == pytest.approx(((2 * 8) ** (1 / 2) * (2 * 16 * 1) ** (1 / 3)) ** 0.5)
     assert found["tpot_s", "online", "plain"]["ratio"] == pytest.approx(1.0)
     assert "ratio" not in found["ttft_s", "frozen", "plain"]
+    failed = [served("plain", 0, 0.4), served("online", 0, 0.4, failed=0)]
+    assert all("ratio" not in row for row in speeds_of(failed))
 
 
 def test_processor_seconds_are_counted_by_role() -> None:

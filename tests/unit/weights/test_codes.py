@@ -47,7 +47,7 @@ def quantized(bits: int, out: int, size: int, seed: int) -> tuple[Codes, Tensor]
 @given(
     bits=st.sampled_from([4, 8]),
     groups=st.integers(1, 5),
-    out=st.integers(1, 90),
+    out=st.integers(1, 300),
     rows=st.integers(1, 40),
     seed=st.integers(0, 99),
 )
@@ -59,7 +59,15 @@ def test_products_have_the_bits_of_those_with_the_weights(
     assert (coded.bits, plain.bits) == (bits, 0)
     assert coded.packed.nbytes < 0.7 * plain.packed.nbytes
     x = torch.randn(rows, groups * GROUP, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    assert torch.equal(kernels().multiply(x, coded), kernels().multiply(x, plain))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        wanted = kernels().multiply(x, plain)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(kernels().multiply(x, coded), wanted)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
