@@ -115,7 +115,7 @@ __attribute__((noinline)) void coded_tile(const Product& p, int64_t block, Bf16*
   store<Bf16, R, B>(p, 0, R, block, sums);
 }
 
-// Calls take(count) for 1 to 8 rows, as a constant.
+// Calls take(count) for 1 to kMany rows, as a constant.
 template <class F>
 inline void with_rows(int64_t count, const F& take) {
   switch (count) {

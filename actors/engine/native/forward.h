@@ -22,11 +22,11 @@ void multiply(const Product* products, int64_t count, int64_t threads_) {
   const int64_t all = all_blocks(first);
   if (products[0].rows == 0 || all == 0) return;
   // Eight chunks a thread, or of 8 blocks if that is fewer; as many for each thread where tiles allow.
-  const int64_t tile = first.bits != 0 ? 2 : 8;
   const auto up = [](int64_t n, int64_t step) { return (n + step - 1) / step * step; };
-  const int64_t share = std::max<int64_t>(8, all / (8 * std::max<int64_t>(1, threads_)));
-  const int64_t wanted = up((all + share - 1) / share, std::max<int64_t>(1, threads_));
-  const int64_t blocks = up((all + wanted - 1) / wanted, tile);
+  const int64_t workers = std::max<int64_t>(1, threads_);
+  const int64_t share = std::max<int64_t>(8, all / (8 * workers));
+  const int64_t wanted = up((all + share - 1) / share, workers);
+  const int64_t blocks = up((all + wanted - 1) / wanted, first.bits != 0 ? 2 : 8);
   const int64_t chunks = (all + blocks - 1) / blocks;
   each(count * chunks, threads_, [&](int64_t i) {
     const Product& p = products[i / chunks];
