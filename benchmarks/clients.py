@@ -250,7 +250,8 @@ class Outcome:
         tpot_s: time per token after those of the first event; None if there were none.
         pause_s: longest wait between two events.
         answer: hash of the tokens.
-        rounds: speculative rounds, ``first_accepted`` of which accepted their first token.
+        rounds: in which a draft proposed, ``first_accepted`` of which accepted its first token.
+        suffix_drafted: tokens proposed by suffixes, in rounds of their own.
         error: None if the answer is whole.
     """
 
@@ -268,6 +269,8 @@ class Outcome:
     drafted: int
     accepted: int
     first_accepted: int
+    suffix_drafted: int
+    suffix_accepted: int
     draft: str | None
     routed: str | None
     weight_version: int | None
@@ -299,6 +302,8 @@ def outcome_of(planned: Planned, sent_s: float, began: float, reply: Reply) -> O
         drafted=int(stats.get("num_draft_tokens", 0)),
         accepted=int(stats.get("num_accepted_draft_tokens", 0)),
         first_accepted=rounds - int(histogram[0]) if rounds else 0,
+        suffix_drafted=int(stats.get("num_suffix_tokens", 0)),
+        suffix_accepted=int(stats.get("num_accepted_suffix_tokens", 0)),
         draft=stats.get("draft"),
         routed=stats.get("topic"),
         weight_version=stats.get("weight_version"),

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+from held import SETTLE_S, Held
 from models import config_of
 
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
+
+_START_S = 420.0
+_STARTED = "Ctrl-C ends it."  # the last line of a start
+_OBJECTS_MB = 200  # of Ray's memory for objects: several servers share a machine
 
 
 @contextmanager
@@ -36,3 +48,72 @@ def status(url: str, timeout_s: float = 60.0) -> dict[str, Any]:
         httpx.HTTPError: it does not answer.
     """
     return dict(httpx.get(f"{url}/v1/paceline/status", timeout=timeout_s).json())
+
+
+class Turns:
+    """``paceline serve`` in processes of its own, which stand still between its turns.
+
+    Args:
+        target: see models.config_of.
+        keys: of the configuration.
+        folder: of its configuration, state and log; what was there is removed.
+
+    Attributes:
+        held: its processes.
+
+    Raises:
+        RuntimeError: it does not start.
+    """
+
+    def __init__(self, target: str, keys: Mapping[str, Any], folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.state_dir = folder.absolute() / "state"
+        common = {"port": free_port(), "state_dir": str(self.state_dir)}
+        common |= {"ray.dashboard": False, "ray.object_store_mb": _OBJECTS_MB}
+        config = config_of(target, common | dict(keys))
+        file = folder / "paceline.yaml"  # JSON is YAML
+        file.write_text(config.model_dump_json(), encoding="utf-8")
+        self._url = f"http://127.0.0.1:{config.port}"
+        log = folder / "log"
+        with log.open("w", encoding="utf-8") as out:
+            command = [sys.executable, "-m", "paceline.deploy.cli.main", "serve", str(file)]
+            first = subprocess.Popen(
+                command, stdout=out, stderr=out, text=True, env=_env(), start_new_session=True
+            )
+        self.held = Held(first)
+        deadline = time.monotonic() + _START_S
+        # Health comes sooner, and a start that stands still ends with a timeout.
+        while _STARTED not in log.read_text(encoding="utf-8"):
+            if not self.held.alive or time.monotonic() > deadline:
+                self.end()
+                raise RuntimeError(f"{folder.name} did not start: {log}")
+            time.sleep(0.2)
+        self.held.suspend()
+
+    @contextmanager
+    def turn(self) -> Iterator[str]:
+        """Its address, while it goes on."""
+        self.held.resume()
+        time.sleep(SETTLE_S)
+        try:
+            yield self._url
+        finally:
+            self.held.suspend()
+
+    def end(self) -> None:
+        """End it as Ctrl-C would."""
+        self.held.end(signal.SIGINT)
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _env() -> dict[str, str]:
+    """Without the numbers of threads of this process: the server sets its own."""
+    own = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "MKL_"))}
+    return own | {"HF_HUB_OFFLINE": "1"}

@@ -2,31 +2,33 @@
 
     make bench-traffic ARGS="--data ../shared/data"
 
-A block is a window of a trace at one load; every variant serves it in turn, from a fresh start:
+A block is a window of a trace at one load, which every variant's server serves in turn while the
+others stand still:
 
     plain    no drafts, no router, no training
     frozen   the initial drafts behind the router, no training, no recorded answers
     suffix   the same, and suffix drafts from the answers of this very traffic
     online   the same, and the drafts learn from it, on the same cores
 
-``online`` starts each block from its state at the end of the one before, the first from that after
-a lesson of the same traffic at a light load. The load is a fraction of the requests per second of
-``plain`` with 16 always in flight. Arrivals are the trace's on a stretched time axis; a request's
-prompt is real text whose rank by length among the block's is the rank of the trace's prompt; an
-answer ends where the target ends it, or at the trace's length, scaled. Answers are greedy, and must
-be the same from every variant but for bfloat16's last bits. Blocks lie in out/bench/online/traffic.
+``suffix`` and ``online`` begin with a lesson of the same traffic, ``online`` at a light load, in
+whose pauses it learns. The load is a fraction of the requests per second of ``plain`` with 16
+always in flight. Arrivals are the trace's on a stretched time axis; a request's prompt is real text
+whose rank by length among the block's is the rank of the trace's prompt; an answer ends where the
+target ends it, or at the trace's length, scaled. Answers are greedy, and must be the same from
+every variant but for bfloat16's last bits. Blocks lie in out/bench/online/traffic; a run that goes
+on starts its servers anew, and gives the lesson again.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import shutil
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,10 @@ import numpy as np
 import pandas as pd
 import processes
 from clients import Load, Outcome, Planned, chat, replay, until
+from held import end_leftovers, note
 from models import config_of, find_models, model_hashes
 from prompts import Prompt, interleaved, mark_of, source_of, training_prompts
-from serving import application, status
+from serving import Turns, status
 
 from online import traces
 from online.traces import Arrival
@@ -52,18 +55,19 @@ KEYS: dict[str, dict[str, Any]] = {
     PLAIN: {"router.enabled": False, "training.enabled": False, "drafts.topics": []},
     FROZEN: {"training.enabled": False},
     SUFFIX: {"training.enabled": False},
-    ONLINE: {"replay.persist": True},  # a block continues with the records of the one before
+    ONLINE: {},
 }
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
 _DECISIONS = ("published", "promoted", "rolled_back")
 _PAIRS = ((FROZEN, PLAIN), (SUFFIX, PLAIN), (ONLINE, PLAIN), (ONLINE, FROZEN))
-LESSON, _LESSON_LOAD = -1, 0.1  # number of its repeat, fraction of the capacity
-_PLAN = ("loads", "seconds", "repeats", "warm_up", "probe", "drain_s", "lesson")
+_LESSON_LOAD = 0.1  # of the capacity
+_PLAN = ("loads", "seconds", "repeats", "probe", "drain_s", "lesson")
 _AT_ONCE = 16  # target.max_num_seqs
 _TRAINER_START_S = 120.0
 _SEED = 77
 _POOL = 1500  # prompts of a topic at most
 _PLACES = {"port", "state_dir"}  # of a config: they change no figure
+_WAKING = chat("Hello.", 8, temperature=0, stream=True, store=False)
 Unit = dict[str, Any]
 
 
@@ -78,12 +82,10 @@ class Block:
 
 
 def turns(block: Block, traces: Sequence[str], loads: Sequence[float]) -> list[str]:
-    """The variants in the order in which they run a block; a lesson is ``online``'s alone.
+    """The variants in the order in which they run a block.
 
     Every variant has every place equally often over four repeats of any trace and load.
     """
-    if block.repeat == LESSON:
-        return [ONLINE]
     place = loads.index(block.load) + list(traces).index(block.trace) + block.repeat
     return harness.rotation(VARIANTS, place)
 
@@ -122,22 +124,21 @@ def busy_rate(ended_s: Sequence[float], at_once: int) -> float:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Figures of a block; latencies and speculation are of whole answers, None if there are none.
+    """Figures of requests; latencies and speculation are of whole answers, None if there are none.
 
-    ``tokens_per_s`` is per second of the block, which ends with its last answer; ``first`` is the
-    share of rounds whose first token was accepted: it does not depend on k.
+    ``first`` is the share of drafts whose first token was accepted: it does not depend on k.
+    ``tokens_per_round`` counts all rounds, those without drafts too.
     """
     whole = pd.DataFrame([asdict(o) for o in outcomes if o.error is None], columns=_COLUMNS)
-    seconds = float((whole.due_s + whole.e2e_s).max()) if len(whole) else 1.0
-    sums = whole[["tokens", "rounds", "drafted", "accepted", "first_accepted"]].sum()
+    sums = whole[_COUNTS].sum()
+    rounds = sums.tokens - sums.accepted - sums.suffix_accepted
     found: dict[str, Any] = {
         "requests": len(outcomes),
         "failed": len(outcomes) - len(whole),
-        "lasted_s": seconds,
-        "tokens_per_s": float(sums.tokens) / seconds,
-        "mean_acceptance_length": 1.0 + sums.accepted / sums.rounds if sums.rounds else None,
+        "tokens": int(sums.tokens),
+        "tokens_per_round": sums.tokens / rounds if rounds else None,
         "first": sums.first_accepted / sums.rounds if sums.rounds else None,
-        "drafted": int(sums.drafted),
+        **{name: int(sums[name]) for name in _DRAFTED},
         "lag_s": float(max((o.lag_s for o in outcomes), default=0.0)),
     }
     for name in LATENCIES:
@@ -148,6 +149,8 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 _COLUMNS = list(Outcome.__slots__)
+_DRAFTED = ["drafted", "accepted", "suffix_drafted", "suffix_accepted"]
+_COUNTS = ["tokens", "rounds", "first_accepted", *_DRAFTED]
 _FIGURES = [f"{name[:-2]}_p{q}_s" for name in LATENCIES for q in (50, 99)]
 
 
@@ -172,7 +175,7 @@ def decisions_of(state_dir: Path) -> Counter[str]:
 
 
 class Traffic:
-    """Blocks of traffic over real applications, with all that they share.
+    """Blocks of traffic over real servers, with all that they share.
 
     Raises:
         DataError: the folder lacks a topic's rows.
@@ -186,7 +189,6 @@ class Traffic:
             self.traces = {
                 name: traces.read_trace(folder / traces.FILES[name]) for name in options.traces
             }
-        self.units: list[Unit] = []  # blocks that were run or found
         models = find_models(options.target)
         tokenizer = load_tokenizer(models[0])
         pools = [training_prompts(options.data, t, tokenizer, _POOL) for t in TOPICS]
@@ -198,13 +200,19 @@ class Traffic:
             "plan": {name: getattr(options, name) for name in _PLAN},
             "config": config_facts(options),
         }
+        self._servers: dict[str, Turns] = {}
+        self._work = store.folder / "servers"
+        self._work.mkdir(exist_ok=True)
+        end_leftovers(self._noted)
+
+    @property
+    def _noted(self) -> Path:
+        return self._work / "processes.json"
 
     def blocks(self) -> list[Block]:
-        """A lesson if one is wanted; then loads in turn within a repeat, so that none has the early
-        ones alone."""
-        own, first = self.options, next(iter(self.traces))
-        lesson = [Block(first, _LESSON_LOAD, LESSON, own.lesson)] if own.lesson else []
-        return lesson + [
+        """Loads in turn within a repeat, so that none has the early ones alone."""
+        own = self.options
+        return [
             Block(trace, load, repeat, own.seconds)
             for repeat in range(own.repeats)
             for trace in self.traces
@@ -219,12 +227,11 @@ class Traffic:
 
     def _probe(self, trace: str) -> dict[str, Any]:
         arrivals = traces.window(self.traces[trace], self.options.probe)
-        requests = self._planned(trace, arrivals, 0, PLAIN)
-        with application(
-            self.options.target, self.options.port, keys_of(self.options, PLAIN)
-        ) as running:
-            asyncio.run(closed_loop(running.base_url, requests[: self.options.warm_up]))
-            ended_s = asyncio.run(closed_loop(running.base_url, requests))
+        # The pool's last: no prompt is to be cheaper for having come before.
+        requests = self._planned(trace, arrivals, -len(arrivals), PLAIN)
+        with self._server(PLAIN).turn() as url:
+            asyncio.run(closed_loop(url, requests[:_AT_ONCE]))
+            ended_s = asyncio.run(closed_loop(url, requests))
         return {"requests_per_s": busy_rate(ended_s, _AT_ONCE), "machine": harness.machine()}
 
     def _planned(
@@ -235,45 +242,66 @@ class Traffic:
         part = [self.prompts[(start + i) % len(self.prompts)] for i in range(len(arrivals))]
         return planned(arrivals, tokens, part, variant)
 
-    def run(
-        self, number: int, block: Block, turn: int, variant: str, before: Path | None
-    ) -> Path | None:
-        """Serve a block by one variant, unless its unit is there.
+    def _server(self, variant: str) -> Turns:
+        """A variant's server, which stands still; one that stores has had the lesson."""
+        if variant not in self._servers:
+            harness.say(f"starting {variant}")
+            own = self.options
+            folder = self._work / variant
+            server = Turns(own.target, keys_of(own, variant), folder)
+            self._servers[variant] = server
+            note(self._noted, [each.held for each in self._servers.values()])
+            if variant in _STORING and own.lesson:
+                self._teach(server, variant)
+        return self._servers[variant]
+
+    def _teach(self, server: Turns, variant: str) -> None:
+        lesson = self._lesson()
+        arrivals = self._arrivals(lesson)
+        requests = self._planned(lesson.trace, arrivals, 0, variant)
+        harness.say(f"{variant}: a lesson of {len(requests)} requests")
+        with server.turn() as url:
+            if variant == ONLINE:
+                wait = until(lambda: is_started(status(url)), "the trainer", _TRAINER_START_S)
+                asyncio.run(wait)
+                asyncio.run(replay(url, requests, self.options.drain_s))
+            else:
+                asyncio.run(closed_loop(url, requests))
+
+    def _lesson(self) -> Block:
+        return Block(next(iter(self.traces)), _LESSON_LOAD, 0, self.options.lesson)
+
+    def needed(self, blocks: Sequence[Block]) -> int:
+        """Prompts that the lesson and these blocks need, the pool's first."""
+        lesson = [self._lesson()] if self.options.lesson else []
+        return sum(map(self._count, [*lesson, *blocks]))
+
+    def run(self, block: Block, start: int) -> list[Unit]:
+        """Serve a block by every variant whose unit is not there.
 
         Args:
-            number: of the block; its prompts are those after the blocks before it.
             block: see Block.
-            turn: number of variants that had the block before this one.
-            variant: one of ``VARIANTS``.
-            before: folder of the state that ``online`` starts from; None starts anew.
+            start: number of its first prompt.
 
         Returns:
-            The folder of ``online``'s state after it, None for the others.
+            A unit per variant.
         """
-        start = sum(map(self._count, self.blocks()[:number]))
-        settings = self.common | {
-            "block": asdict(block),
-            "variant": variant,
-            "turn": turn,
-            "requests_per_s": self._rate(block),
-            "first_prompt": start,
-            "begins_from": before.name if before is not None else None,
-        }
-        name = f"block-{block.trace}-{block.load:g}-{block.repeat}-{variant}"
-        state = self.store.path(name, settings, ".state") if variant == ONLINE else None
-        result = self.store.find(name, settings)
-        if result is None:
-            if state is not None:
-                _copy(before, state)
-            result = self.store.put(name, settings, self._serve(start, block, variant, state))
-            harness.say(f"{name}: {result['requests']} requests, {result['failed']} failed")
-            if again := result["prompts_repeated"]:
-                harness.say(f"{again} PROMPTS NOT FOR THE FIRST TIME: the pool is too small")
-            if state is not None and before is not None:
-                shutil.rmtree(before)
-        if block.repeat != LESSON:
-            self.units.append({**asdict(block), "variant": variant, "turn": turn, **result})
-        return state
+        units = []
+        for turn, variant in enumerate(turns(block, list(self.traces), self.options.loads)):
+            settings = self.common | {
+                "block": asdict(block),
+                "variant": variant,
+                "turn": turn,
+                "requests_per_s": self._rate(block),
+                "first_prompt": start,
+            }
+            name = f"block-{block.trace}-{block.load:g}-{block.repeat}-{variant}"
+            found = self.store.find(name, settings)
+            if found is None:
+                found = self.store.put(name, settings, self._serve(start, block, variant))
+                harness.say(f"{name}: {len(found['outcomes'])} requests")
+            units.append({**asdict(block), "variant": variant, "turn": turn, **found})
+        return units
 
     def _rate(self, block: Block) -> float:
         """Requests per second."""
@@ -284,29 +312,23 @@ class Traffic:
         wanted = max(20, round(self._rate(block) * block.seconds))
         return min(wanted, len(self.traces[block.trace]))
 
-    def _serve(self, start: int, block: Block, variant: str, state: Path | None) -> dict[str, Any]:
-        """Serve a block's requests; ``state`` is the folder of a variant that keeps its state."""
-        trace, count = self.traces[block.trace], self._count(block)
-        arrivals = traces.at_rate(
-            traces.window(trace, count, max(block.repeat, 0)), self._rate(block)
-        )
-        requests = self._planned(block.trace, arrivals, start, variant)
-        before = Counter[str]() if state is None else decisions_of(state)
-        own, keys = self.options, keys_of(self.options, variant)
-        with application(own.target, own.port, keys, state) as running:
-            url = running.base_url
-            warm_up = [replace(p, body=p.body | {"store": False}) for p in requests]
-            asyncio.run(closed_loop(url, warm_up[: own.warm_up]))
-            if variant == ONLINE:
-                wait = until(lambda: is_started(status(url)), "the trainer", _TRAINER_START_S)
-                asyncio.run(wait)
+    def _arrivals(self, block: Block) -> list[Arrival]:
+        window = traces.window(self.traces[block.trace], self._count(block), block.repeat)
+        return traces.at_rate(window, self._rate(block))
+
+    def _serve(self, start: int, block: Block, variant: str) -> dict[str, Any]:
+        """Serve a block's requests by a variant's server."""
+        requests = self._planned(block.trace, self._arrivals(block), start, variant)
+        server = self._server(variant)
+        before = decisions_of(server.state_dir)
+        with server.turn() as url:
+            # a short answer: what was suspended finds its pages and timers again
+            asyncio.run(Load(url, [_WAKING]).run())
             facts, used = harness.machine(), processes.seconds()
-            _, outcomes = asyncio.run(replay(url, requests, own.drain_s))
+            _, outcomes = asyncio.run(replay(url, requests, self.options.drain_s))
             used_s, last = processes.since(used), status(url)
-        after = Counter[str]() if state is None else decisions_of(state)
-        return summary(outcomes) | {
-            "prompts_repeated": min(count, max(0, start + count - len(self.prompts))),
-            "decisions": dict(after - before),
+        return {
+            "decisions": dict(decisions_of(server.state_dir) - before),
             "draft_failures": last["target"].get("draft_failures") or 0,
             "cpu_s": sum(used_s.values()),
             "trainer_cpu_s": used_s.get("trainer", 0.0),
@@ -314,11 +336,16 @@ class Traffic:
             "outcomes": [asdict(outcome) for outcome in outcomes],
         }
 
+    def end(self) -> None:
+        """End all servers."""
+        for server in self._servers.values():
+            server.end()
+        self._noted.unlink(missing_ok=True)
+
 
 def keys_of(options: argparse.Namespace, variant: str) -> dict[str, Any]:
     """Keys of a variant's configuration."""
-    # no prompt is to be cheaper for having come before
-    return {"target.dtype": options.dtype, "target.prefix_cache": False} | KEYS[variant]
+    return {"target.dtype": options.dtype} | KEYS[variant]
 
 
 def config_facts(options: argparse.Namespace) -> dict[str, Any]:
@@ -331,34 +358,29 @@ def config_facts(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _copy(before: Path | None, state: Path) -> None:
-    shutil.rmtree(state, ignore_errors=True)  # a killed block's
-    if before is None:
-        state.mkdir(parents=True)
-    elif not before.is_dir():
-        raise FileNotFoundError(f"{before}: the state is gone; remove all of online's blocks")
-    else:
-        shutil.copytree(before, state)
-
-
 def rows_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
-    """One row per trace, load and variant; repeats are averaged, latencies geometrically."""
-    names = ("requests", "failed", "prompts_repeated")
-    means = ("tokens_per_s", "mean_acceptance_length", "first", "cpu_s", "trainer_cpu_s")
+    """One row per trace, load and variant, over the requests of all blocks.
+
+    Every percentile has a second column: how many times plain's it is.
+    """
     rows = []
-    for (trace, load, variant), own in pd.DataFrame(units).groupby(["trace", "load", "variant"]):
-        row: dict[str, Any] = {"trace": trace, "load": load, "variant": variant}
-        for name in _FIGURES:
-            known = own[name].dropna()
-            row[name] = (
-                harness.geometric_mean(list(known)) if len(known) and known.min() > 0 else None
-            )
-        for name in means:
-            known = own[name].dropna().astype(float)
-            row[name] = float(known.mean()) if len(known) else None
-        row |= {name: int(own[name].sum()) for name in names}
-        rows.append(row | {n: sum(d.get(n, 0) for d in own.decisions) for n in _DECISIONS})
-    return sorted(rows, key=lambda row: (row["trace"], row["load"], VARIANTS.index(row["variant"])))
+    for (trace, load), here in pd.DataFrame(units).groupby(["trace", "load"]):
+        found = {}
+        for variant in VARIANTS:
+            own = here[here.variant == variant]
+            if own.empty:
+                continue
+            outcomes = [Outcome(**outcome) for block in own.outcomes for outcome in block]
+            found[variant] = {"trace": trace, "load": load, "variant": variant, **summary(outcomes)}
+            found[variant] |= {n: float(own[n].sum()) for n in ("cpu_s", "trainer_cpu_s")}
+            found[variant] |= {n: sum(d.get(n, 0) for d in own.decisions) for n in _DECISIONS}
+        for row in found.values():
+            for name in _FIGURES:
+                plain = found.get(PLAIN, {}).get(name)
+                if plain and row[name] is not None:
+                    row[f"{name[:-2]}_times_plain"] = row[name] / plain
+        rows += found.values()
+    return rows
 
 
 def speeds_of(units: Sequence[Unit]) -> list[dict[str, Any]]:
@@ -422,35 +444,40 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--traces", nargs="+", choices=list(traces.FILES), default=list(traces.FILES))
     add("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.9], help="of the capacity")
-    add("--seconds", type=float, default=180.0, help="of a block's arrivals")
-    add("--repeats", type=int, default=3, help="windows of each trace")
-    add("--warm-up", type=int, default=16, help="requests before the clock runs")
+    add("--seconds", type=float, default=30.0, help="of a block's arrivals")
+    add("--repeats", type=int, default=8, help="windows of each trace")
     add("--probe", type=int, default=192, help="requests that measure the capacity")
     add("--drain-s", type=float, default=120.0, help="for answers after the last arrival")
     add("--lesson", type=float, default=600.0, help="seconds at a tenth of the capacity")
-    add("--port", type=int, default=8019)
-    quick = {"traces": ["azure conv"], "loads": [0.3, 0.8], "seconds": 40.0, "repeats": 1}
-    quick |= {"warm_up": 8, "probe": 48, "drain_s": 40.0, "lesson": 0.0}
+    quick = {"traces": ["azure conv"], "loads": [0.3, 0.9], "seconds": 20.0, "repeats": 2}
+    quick |= {"probe": 48, "drain_s": 40.0, "lesson": 60.0}
     return harness.parsed(parser, argv, **quick)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing; write and print all figures; 1 if a draft failed."""
     options = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     traffic = Traffic(options, harness.Store(options.out / "online" / "traffic"))
-    state = None
-    for number, block in enumerate(traffic.blocks()):
-        for turn, variant in enumerate(turns(block, list(traffic.traces), options.loads)):
-            after = traffic.run(number, block, turn, variant, state)
-            state = after if variant == ONLINE else state
-    units = traffic.units
+    units: list[Unit] = []
+    try:
+        blocks = traffic.blocks()
+        there = len(traffic.prompts) - options.probe
+        repeated = max(0, traffic.needed(blocks) - there)
+        if repeated:
+            harness.say(f"{repeated} PROMPTS NOT FOR THE FIRST TIME: the pool is too small")
+        for number, block in enumerate(blocks):
+            units += traffic.run(block, traffic.needed(blocks[:number]))
+    finally:
+        traffic.end()
     rows, speeds, differ = rows_of(units), speeds_of(units), answers_that_differ(units)
-    failures = sum(unit["draft_failures"] for unit in units)
+    failures = max(unit["draft_failures"] for unit in units)
     figures = {
         "settings": dict(traffic.common),
         "machine": units[0]["machine"],
         "load_averages": [unit["machine"]["load_average"] for unit in units],
         "requests_per_s": {trace: traffic.capacity(trace) for trace in traffic.traces},
+        "prompts_repeated": repeated,
         "rows": rows,
         "times_as_fast": speeds,
         "answers": differ,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import queue
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -16,10 +15,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 from harness import say
+from held import SETTLE_S, Held, end_leftovers, note
+from serving import free_port
 
 from peers import load
 from peers.catalogue import Peer, Setup, variables_of
@@ -27,11 +27,9 @@ from peers.environments import PeerError, last_line
 from peers.load import Reply, Work
 
 _START_S = 420.0
-_STOP_S = 60.0
 _IDLE_S = 2.0
 _LESSON_PART, _LESSON_TOKENS, _LESSON_AT_ONCE = 32, 96, 4
 _REST_S = 0.75  # after a part of the lesson, per prompt
-_SETTLE_S = 0.5  # of what Ray's processes have missed
 _UNKNOWN_MIB = 3500.0  # of a server that was never started
 _RESERVE_MIB = 2500.0  # of the machine's memory: Ray kills at 95 %
 _FASTEST_WORST = 2.0  # tokens/s of a request, for the limit of a block's time
@@ -70,14 +68,14 @@ class Server:
         self._setup = setup
         slug = "".join(c if c.isalnum() else "-" for c in peer.name)
         self._log = setup.work / f"{slug}.log"
-        self._process: subprocess.Popen[str] | None = None
+        self.held: Held | None = None
         self._url = ""
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     @property
     def alive(self) -> bool:
         """Whether its first process runs, or is suspended."""
-        return self._process is not None and self._process.poll() is None
+        return self.held is not None and self.held.alive
 
     def start(self) -> None:
         """Start it and wait for its first answer.
@@ -85,9 +83,7 @@ class Server:
         Raises:
             PeerError: it cannot be had, ended, or took too long.
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.unavailable = True
         command = self.peer.command(self._setup, port)
         self.unavailable = False
@@ -96,7 +92,7 @@ class Server:
         began = time.monotonic()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("w", encoding="utf-8") as log:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL if self.peer.over_http else subprocess.PIPE,
                 stdout=log if self.peer.over_http else subprocess.PIPE,
@@ -105,6 +101,7 @@ class Server:
                 env=variables_of(self.peer, self._setup),
                 start_new_session=True,
             )
+        self.held = Held(process)
         try:
             self._wait(began + _START_S)
             self.warm_up()
@@ -112,9 +109,9 @@ class Server:
                 self._learn()
             first, self.facts.start_s = self.facts.start_s == 0.0, time.monotonic() - began
             if first:
-                used = _seconds(self.tree())
+                used = self.held.seconds()
                 time.sleep(_IDLE_S)
-                self.facts.idle_cores = round((_seconds(self.tree()) - used) / _IDLE_S, 3)
+                self.facts.idle_cores = round((self.held.seconds() - used) / _IDLE_S, 3)
         except PeerError:
             self.stop()
             raise
@@ -138,8 +135,8 @@ class Server:
             time.sleep(0.2)
 
     def _read(self, lines: queue.SimpleQueue[str]) -> None:
-        assert self._process is not None
-        for line in self._process.stdout or ():
+        assert self.held is not None
+        for line in self.held.first.stdout or ():
             lines.put(line)
         lines.put("")
 
@@ -154,9 +151,9 @@ class Server:
 
     def _ended(self) -> PeerError:
         """How the server ended: its exit status, and the line of its log that says why."""
-        assert self._process is not None
+        assert self.held is not None
         log = self._log.read_text(encoding="utf-8", errors="replace")
-        return PeerError(f"ended with {self._process.wait()}: {last_line(log)}")
+        return PeerError(f"ended with {self.held.first.wait()}: {last_line(log)}")
 
     def warm_up(self) -> None:
         """A short answer: what was suspended finds its pages and timers again.
@@ -185,48 +182,29 @@ class Server:
         try:
             if self.peer.over_http:
                 return load.answer(self._url, work, self.peer.body, limit)
-            assert self._process is not None
-            assert self._process.stdin is not None
+            assert self.held is not None
+            stdin = self.held.first.stdin
+            assert stdin is not None
             block = {name: getattr(work, name) for name in Work.__slots__}
-            self._process.stdin.write(json.dumps(block) + "\n")
-            self._process.stdin.flush()
+            stdin.write(json.dumps(block) + "\n")
+            stdin.flush()
             return [Reply(**reply) for reply in json.loads(self._next_line(limit))]
         except (PeerError, OSError) as error:
             if self.alive:
                 raise PeerError(str(error)) from error
             raise self._ended() from error
 
-    def tree(self) -> list[psutil.Process]:
-        """Its processes, the first one first."""
-        if self._process is None:
-            return []
-        try:
-            first = psutil.Process(self._process.pid)
-            return [first, *first.children(recursive=True)]
-        except psutil.Error:
-            return []
-
     def suspend(self) -> None:
-        """Stop all its processes where they are; note their memory."""
-        tree = self.tree()
-        self.facts.memory_mib = round(_memory_mib(tree), 0)
-        _signal(tree, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let them go on."""
-        _signal(self.tree(), signal.SIGCONT)
+        """Stop it in its tracks; note its memory."""
+        if self.held is not None:
+            self.facts.memory_mib = round(self.held.memory_mib(), 0)
+            self.held.suspend()
 
     def stop(self) -> None:
         """End it: as it wishes, then by force."""
-        tree = self.tree()
-        if self._process is None:
-            return
-        _signal(tree, signal.SIGCONT)
-        _signal(tree[:1], signal.SIGINT if self.peer.ours else signal.SIGTERM)
-        _, left = psutil.wait_procs(tree, timeout=_STOP_S)
-        _signal(left, signal.SIGKILL)
-        self._process.wait()
-        self._process = None
+        if self.held is not None:
+            self.held.end(signal.SIGINT if self.peer.ours else signal.SIGTERM)
+            self.held = None
 
 
 class Fleet:
@@ -244,7 +222,7 @@ class Fleet:
         self.servers = {peer.name: Server(peer, setup) for peer in peers}
         self.failed: dict[str, str] = {}
         self._pids = setup.work / "processes.json"
-        _end_leftovers(self._pids)
+        end_leftovers(self._pids)
 
     def run(self, name: str, work: Work) -> list[Reply]:
         """Replies of a peer to a block; the others are suspended meanwhile.
@@ -271,10 +249,10 @@ class Fleet:
         return replies
 
     def _ready(self, server: Server) -> None:
-        if server.alive:
-            server.resume()
+        if server.held is not None and server.alive:
+            server.held.resume()
             if server.peer.ours:
-                time.sleep(_SETTLE_S)
+                time.sleep(SETTLE_S)
             server.warm_up()
             return
         needed = server.facts.memory_mib or _UNKNOWN_MIB
@@ -293,60 +271,13 @@ class Fleet:
                 server.stop()
 
     def _note(self) -> None:
-        """Write down all processes: a run that is killed leaves them suspended."""
-        processes = [p for server in self.servers.values() for p in server.tree()]
-        noted = [[p.pid, p.create_time()] for p in processes if p.is_running()]
-        self._pids.write_text(json.dumps(noted), encoding="utf-8")
+        note(self._pids, [s.held for s in self.servers.values() if s.held is not None])
 
     def stop(self) -> None:
         """End all servers."""
         for server in self.servers.values():
             server.stop()
         self._pids.unlink(missing_ok=True)
-
-
-def _end_leftovers(file: Path) -> None:
-    """End what a killed run has left, the same processes only."""
-    try:
-        noted = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    for pid, created in noted:
-        try:
-            process = psutil.Process(pid)
-            if process.create_time() == created:
-                process.kill()
-        except psutil.Error:
-            continue
-
-
-def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    for process in processes:
-        try:
-            process.send_signal(number)
-        except psutil.Error:
-            continue
-
-
-def _seconds(processes: Sequence[psutil.Process]) -> float:
-    total = 0.0
-    for process in processes:
-        try:
-            times = process.cpu_times()
-        except psutil.Error:
-            continue
-        total += times.user + times.system
-    return total
-
-
-def _memory_mib(processes: Sequence[psutil.Process]) -> float:
-    total = 0.0
-    for process in processes:
-        try:
-            total += process.memory_full_info().pss / _MIB
-        except psutil.Error:
-            continue
-    return total
 
 
 def _available_mib() -> float:

@@ -1,14 +1,18 @@
-"""Which processes a benchmark or a test may kill: its own, by what they are."""
+"""Which processes a benchmark or a test may stop or kill: its own, by what they are."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import processes
 import psutil
 import pytest
+from held import Held, end_leftovers, note
 from waiting import wait_until
 
 from paceline.actors.replay.host import ShardHost
@@ -62,3 +66,48 @@ def test_actors_are_looked_for_by_the_names_of_their_classes() -> None:
     for role, actor in classes.items():
         assert processes.TITLES[role] == f"ray::{metered(actor, lambda _: ()).__name__}"
     assert processes.TITLES["trainer"] == f"ray::{TrainerActor.__name__}"
+
+
+@contextlib.contextmanager
+def parent() -> Iterator[Held]:
+    """A process with one of its own, which it ends before itself."""
+    script = "trap 'kill $!; wait; exit' TERM; sleep 300 & wait"
+    held = Held(subprocess.Popen(["bash", "-c", script], text=True))
+    try:
+        wait_until(lambda: len(held.tree()) == 2, "its child")
+        yield held
+    finally:
+        held.end(signal.SIGTERM)
+
+
+def states(held: Held) -> set[str]:
+    return {process.status() for process in held.tree()}
+
+
+def test_a_held_process_stands_still_with_all_that_it_started_and_goes_on() -> None:
+    with parent() as held:
+        pids = [process.pid for process in held.tree()]
+        held.suspend()
+        wait_until(lambda: states(held) == {psutil.STATUS_STOPPED}, "both to stop")
+        assert held.alive
+        held.resume()
+        wait_until(lambda: states(held) == {psutil.STATUS_SLEEPING}, "both to go on")
+        held.suspend()  # what stands still can be ended
+        held.end(signal.SIGTERM)
+        assert not held.alive
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_what_a_killed_run_has_left_is_ended_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "processes.json"
+    end_leftovers(file)  # none
+    with parent() as held:
+        note(file, [held])
+        noted = json.loads(file.read_text(encoding="utf-8"))
+        assert len(noted) == 2
+        file.write_text(json.dumps([[pid, at - 1.0] for pid, at in noted]), encoding="utf-8")
+        end_leftovers(file)  # other processes that have their numbers now
+        assert held.alive
+        note(file, [held])
+        end_leftovers(file)
+        wait_until(lambda: not held.alive, "its end")

@@ -16,7 +16,6 @@ from clients import Outcome, Planned, Reply, outcome_of
 from harness import Store
 from online import traces, traffic
 from online.traffic import (
-    LESSON,
     ONLINE,
     PLAIN,
     VARIANTS,
@@ -52,6 +51,8 @@ def outcome(**changes: Any) -> Outcome:
         "drafted": 16,
         "accepted": 6,
         "first_accepted": 3,
+        "suffix_drafted": 2,
+        "suffix_accepted": 1,
         "draft": "sql",
         "routed": "sql",
         "weight_version": 1,
@@ -153,58 +154,64 @@ def test_every_variant_is_first_as_often_at_every_load() -> None:
                 assert {orders[trace, load, r][place] for r in range(4)} == set(VARIANTS)
     assert len({orders["code", load, 0][0] for load in loads}) == 3
     assert orders["code", 0.3, 0] != orders["conv", 0.3, 0]
-    assert turns(Block("code", 0.1, LESSON, 9.0), traces, loads) == [ONLINE]
 
 
 class Here(traffic.Traffic):
     """Blocks of two loads over a small pool, none of them served."""
 
     def __init__(self, pool: int, store: Store, *line: str) -> None:
-        self.options, self.store = traffic.parse(["--quick", "--repeats", "2", *line]), store
-        self.units = []
+        self.options, self.store = traffic.parse(["--quick", *line]), store
         self.traces = {"t": traces.generated(500, seed=1)}
         self.prompts = some_prompts(pool)
         self.common = {}
-        self.seen: list[list[str]] = []
+        self.seen: list[tuple[str, list[str]]] = []
 
     def capacity(self, trace: str) -> float:  # noqa: ARG002
         return 2.0
 
-    def _serve(self, start: int, block: Block, variant: str, _: Any) -> dict[str, Any]:
-        count = self._count(block)
-        requests = self._planned(block.trace, self.traces["t"][:count], start, variant)
-        self.seen.append([r.body["messages"][0]["content"] for r in requests])
-        repeated = min(count, max(0, start + count - len(self.prompts)))
-        return traffic.summary([outcome()]) | {"prompts_repeated": repeated}
+    def _serve(self, start: int, block: Block, variant: str) -> dict[str, Any]:
+        requests = self._planned(block.trace, self._arrivals(block), start, variant)
+        self.seen.append((variant, [r.body["messages"][0]["content"] for r in requests]))
+        return {"outcomes": [asdict(outcome())]}
 
 
-@pytest.mark.parametrize(("pool", "again"), [(176, 0), (170, 6)])
-def test_no_block_is_sent_a_prompt_of_another_until_the_pool_is_empty(
-    pool: int, again: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("pool", "again"), [(142, 0), (136, 6)])
+def test_lesson_and_blocks_share_no_prompt_until_the_pool_is_empty(
+    pool: int, again: int, tmp_path: Path
 ) -> None:
-    runs = Here(pool, Store(tmp_path))
-    for number, block in enumerate(runs.blocks()):
-        runs.run(number, block, 0, PLAIN, None)
-        assert runs.units[-1].items() >= asdict(block).items()  # what the report is made of
-    assert [len(part) for part in runs.seen] == [24, 64, 24, 64]  # 40 s at 0.3 and 0.8 of 2/s
-    counts = Counter(text for part in runs.seen for text in part)
-    assert sum(n - 1 for n in counts.values()) == again
-    assert f"{again} PROMPTS" in capsys.readouterr().err or not again
-    assert sum(unit["prompts_repeated"] for unit in runs.units) == again
+    runs = Here(pool, Store(tmp_path), "--lesson", "150")
+    blocks = runs.blocks()
+    assert runs.needed([]) == 30  # 150 s at a tenth of 2/s
+    assert runs.needed(blocks) - len(runs.prompts) == again
+    for number, block in enumerate(blocks):
+        for unit in runs.run(block, runs.needed(blocks[:number])):
+            assert unit.items() >= asdict(block).items()  # what the report is made of
+    parts = [part for variant, part in runs.seen if variant == PLAIN]
+    assert [len(part) for part in parts] == [20, 36, 20, 36]  # 20 s at 0.3 (the least) and 0.9
+    counts = Counter(text for part in parts for text in part)
+    assert all(n == 1 for n in counts.values())
+    of_lesson = {prompt.text for prompt in runs.prompts[:30]}
+    assert len(of_lesson & set(counts)) == again
+    for variant in VARIANTS:
+        assert [part for own, part in runs.seen if own == variant] == parts
 
 
-def test_a_pass_that_came_at_another_turn_of_its_block_does_not_count(tmp_path: Path) -> None:
+def test_what_is_there_is_not_served_again(tmp_path: Path) -> None:
     runs = Here(400, Store(tmp_path))
-    for turn in (0, 1, 0):
-        runs.run(0, runs.blocks()[0], turn, PLAIN, None)
-    assert len(runs.seen) == 2
-    assert [unit["turn"] for unit in runs.units] == [0, 1, 0]
+    block, other = runs.blocks()[:2]
+    units = runs.run(block, 0)
+    assert [unit["variant"] for unit in units] == list(VARIANTS)
+    assert runs.run(block, 0) == units
+    assert len(runs.seen) == 4
+    runs.run(block, 9)  # other prompts
+    runs.run(other, 0)
+    assert len(runs.seen) == 12
 
 
-def test_all_variants_have_the_same_prefix_cache_and_their_config_is_in_the_key() -> None:
+def test_the_config_of_every_variant_is_in_the_key() -> None:
     options = traffic.parse(["--quick", "--target", "small"])
     facts = traffic.config_facts(options)
-    assert {own["target"]["prefix_cache"] for own in facts.values()} == {False}
+    assert {own["target"]["prefix_cache"] for own in facts.values()} == {True}
     assert [own["training"]["enabled"] for own in facts.values()] == [False, False, False, True]
     options.port, options.dtype = 1, "float32"
     other = traffic.config_facts(options)
@@ -253,6 +260,8 @@ def test_a_reply_is_measured_from_when_it_was_due() -> None:
             "num_draft_tokens": 8,
             "num_accepted_draft_tokens": 1,
             "acceptance_histogram": [1, 1],
+            "num_suffix_tokens": 5,
+            "num_accepted_suffix_tokens": 4,
             "draft": "sql",
             "topic": "sql",
             "weight_version": 3,
@@ -263,6 +272,7 @@ def test_a_reply_is_measured_from_when_it_was_due() -> None:
     assert (found.lag_s, found.ttft_s, found.e2e_s) == pytest.approx((0.2, 0.5, 1.5))
     assert (found.tpot_s, found.pause_s) == pytest.approx((0.5, 0.7))
     assert (found.first_accepted, found.accepted, found.weight_version) == (1, 1, 3)
+    assert (found.suffix_drafted, found.suffix_accepted) == (5, 4)
     reply.first_tokens = 2  # a round's tokens come together, and took none of the time behind them
     assert outcome_of(plan, 0.7, 100.0, reply).tpot_s == pytest.approx(1.0)
     reply.first_tokens = 3
@@ -281,11 +291,10 @@ def test_latencies_and_speculation_are_of_whole_answers() -> None:
             outcome(tokens=1, tpot_s=None),
         ],
     )
-    assert (found["requests"], found["failed"]) == (5, 1)
-    assert found["lasted_s"] == pytest.approx(10.0)
-    assert found["tokens_per_s"] == pytest.approx(3.1)
+    assert (found["requests"], found["failed"], found["tokens"]) == (5, 1, 31)
     assert found["first"] == pytest.approx(0.75)
-    assert found["mean_acceptance_length"] == pytest.approx(2.5)
+    assert found["tokens_per_round"] == pytest.approx(31 / (31 - 4 * 6 - 4 * 1))
+    assert (found["accepted"], found["suffix_drafted"], found["suffix_accepted"]) == (24, 8, 4)
     assert (found["drafted"], found["lag_s"]) == (64, 0.4)
     assert found["ttft_p50_s"] == pytest.approx(0.1)
     assert found["ttft_p99_s"] == pytest.approx(np.percentile([0.1, 0.5, 0.1, 0.1], 99))
@@ -294,38 +303,38 @@ def test_latencies_and_speculation_are_of_whole_answers() -> None:
 
 def test_a_block_without_a_whole_answer_has_no_latencies() -> None:
     found = traffic.summary([outcome(error="HTTP 503")])
-    assert (found["failed"], found["tokens_per_s"]) == (1, 0.0)
-    assert found["ttft_p50_s"] is found["mean_acceptance_length"] is None
+    assert (found["failed"], found["tokens"]) == (1, 0)
+    assert found["ttft_p50_s"] is found["tokens_per_round"] is None
 
 
 def unit(variant: str, repeat: int, seconds: float, answers: str = "ab") -> dict[str, Any]:
     outcomes = [outcome(answer=a, ttft_s=seconds) for a in answers]
     return {
         **{"trace": "t", "load": 0.5, "repeat": repeat, "variant": variant},
-        **traffic.summary(outcomes),
         "decisions": {"published": 2, "rolled_back": 1},
         "cpu_s": 3.0 + repeat + 1.0,
         "trainer_cpu_s": repeat + 1.0,
-        "prompts_repeated": 3,
         "outcomes": [asdict(o) for o in outcomes],
     }
 
 
 def test_the_report_sums_up_blocks_and_counts_answers_that_differ() -> None:
     units = [
-        unit("plain", 0, 0.4),
         unit("online", 0, 0.2, "ax"),
-        unit("plain", 1, 0.8),
-        unit("online", 1, 0.4),
+        unit("plain", 0, 0.4),
+        unit("online", 1, 0.4, "aba"),
+        unit("plain", 1, 0.8, "aba"),
     ]
     rows = traffic.rows_of(units)
     assert [row["variant"] for row in rows] == ["plain", "online"]
-    assert rows[1]["ttft_p50_s"] == pytest.approx((0.2 * 0.4) ** 0.5)
+    assert rows[1]["requests"] == 5
+    assert rows[1]["ttft_p50_s"] == pytest.approx(0.4)  # over all requests, not over blocks
+    assert rows[1]["ttft_p50_times_plain"] == pytest.approx(0.5)
+    assert rows[0]["tpot_p99_times_plain"] == 1.0
     assert (rows[1]["published"], rows[1]["promoted"], rows[1]["rolled_back"]) == (4, 0, 2)
-    assert (rows[1]["cpu_s"], rows[1]["trainer_cpu_s"]) == (4.5, 1.5)
-    assert rows[1]["prompts_repeated"] == 6
+    assert (rows[1]["cpu_s"], rows[1]["trainer_cpu_s"]) == (9.0, 3.0)
     differ = traffic.answers_that_differ(units)
-    assert differ["online"] == {"compared": 4, "differ": 1}
+    assert differ["online"] == {"compared": 5, "differ": 1}
 
 
 def test_speeds_are_those_of_the_same_requests() -> None:
@@ -359,26 +368,8 @@ def test_processor_seconds_are_counted_by_role() -> None:
     assert processes.since(processes.seconds())["client"] < spent["client"]
 
 
-def test_the_lesson_s_prompts_come_in_no_block_and_its_state_goes_on(tmp_path: Path) -> None:
-    runs = Here(400, Store(tmp_path), "--lesson", "500")
-    lesson, first, *_ = runs.blocks()
-    state = runs.run(0, lesson, 0, ONLINE, None)
-    assert state is not None
-    assert state.is_dir()
-    (state / "weights").touch()
-    after = runs.run(1, first, 0, ONLINE, state)
-    assert [len(part) for part in runs.seen] == [100, 24]  # 500 s at a tenth of 2/s
-    assert not set(runs.seen[0]) & set(runs.seen[1])
-    assert len(runs.units) == 1  # a lesson is no figure
-    assert after is not None
-    assert (after / "weights").exists()
-    assert not state.exists()
-    assert runs.run(1, first, 0, ONLINE, state) == after  # what is there is not run again
-    assert len(runs.seen) == 2
-
-
 def test_a_shorter_run_is_asked_for_by_the_command_line() -> None:
     full, quick = traffic.parse([]), traffic.parse(["--quick"])
-    assert (full.seconds, full.repeats, full.loads, full.lesson) == (180.0, 3, [0.3, 0.6, 0.9], 600)
-    assert (quick.seconds, quick.repeats, quick.loads, quick.lesson) == (40.0, 1, [0.3, 0.8], 0)
+    assert (full.seconds, full.repeats, full.loads, full.lesson) == (30.0, 8, [0.3, 0.6, 0.9], 600)
+    assert (quick.seconds, quick.repeats, quick.loads, quick.lesson) == (20.0, 2, [0.3, 0.9], 60)
     assert traffic.parse(["--quick", "--seconds", "90"]).seconds == 90.0
