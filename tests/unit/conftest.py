@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from deepspeed_process import use_deepspeed
 from local_ingress import CONTEXT_LENGTH
 from tiny_models import save_tiny, tiny_llama, tiny_tokenizer
@@ -13,6 +14,14 @@ from training_records import TINY_VOCAB
 
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.target import TargetReplica
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    """A test may set torch's threads as it likes."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

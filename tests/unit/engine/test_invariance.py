@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,8 @@ def runner(request: pytest.FixtureRequest) -> ModelRunner:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+def one_thread() -> None:
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def computed(runner: ModelRunner, tokens: Tensor, rows: list[int], steps: list[int]) -> Tensor:

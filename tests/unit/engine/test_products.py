@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,13 +18,6 @@ CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float32]
 # Of the largest sum of absolute products: the rounding of the result, and of float32 sums.
 _ERRORS = {torch.bfloat16: 2**-8, torch.float32: 2**-18}
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def kernels(dtype: torch.dtype) -> Kernels:

@@ -147,11 +147,9 @@ def test_a_rows_distribution_does_not_depend_on_its_neighbours_filters() -> None
 
 
 def test_what_filters_keep_is_the_same_bits_in_every_batch() -> None:
-    threads = torch.get_num_threads()
     torch.set_num_threads(2)  # with which a sum over one row adds in another order
     logits = torch.randn(4, 1, 50_304, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.9, seed=1)
     crowd = distributions(logits, make_sampling_batch([params] * 4, "cpu"))
     alone = [distributions(row[None], make_sampling_batch([params], "cpu"))[0] for row in logits]
-    torch.set_num_threads(threads)
     assert torch.equal(torch.stack(alone), crowd)
