@@ -287,7 +287,7 @@ class FusedDecoder:
 
     def nbytes(self) -> int:
         """Return the bytes of all weights."""
-        linears = sum(linear.weight.nbytes for linear in self._linears())
+        linears = sum(linear.weight.nbytes for linear in self.linears())
         return linears + (0 if self._tied else self._embeddings.nbytes)
 
     def _stack_embeddings(self, models: Sequence[PreTrainedModel]) -> Tensor:
@@ -302,7 +302,8 @@ class FusedDecoder:
             return StackedLinear(heads[0][None], codes=[codes_of(heads[0])])
         return StackedLinear(embeddings, codes=[codes_of(head) for head in heads])
 
-    def _linears(self) -> Iterator[StackedLinear]:
+    def linears(self) -> Iterator[StackedLinear]:
+        """The head, and all of the layers."""
         yield self._head
         for layer in self._stack.layers:
             yield from layer.linears

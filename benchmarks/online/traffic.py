@@ -6,15 +6,15 @@ A block is a window of a trace at one load, which every variant's server serves 
 others stand still:
 
     plain    no drafts, no router, no training
-    frozen   the initial drafts behind the router, no training, no recorded answers
-    suffix   the same, and suffix drafts from the answers of this very traffic
+    frozen   the initial drafts behind the router, no training, an answer of each topic recorded
+    suffix   the same, and suffix drafts from all answers of this very traffic
     online   the same, and the drafts learn from it, on the same cores
 
-``suffix`` and ``online`` begin with a lesson of the same traffic, ``online`` at a light load, in
-whose pauses it learns. The load is a fraction of the requests per second of ``plain`` with 16
-always in flight. Arrivals are the trace's on a stretched time axis; a request's prompt is real text
-whose rank by length among the block's is the rank of the trace's prompt; an answer ends where the
-target ends it, or at the trace's length, scaled. Answers are greedy, and must be the same from
+All begin with a lesson of the same traffic, ``online`` at a light load, in whose pauses it learns,
+the others as fast as they can. The load is a fraction of the requests per second of ``plain`` with
+16 always in flight. Arrivals are the trace's on a stretched time axis; a request's prompt is real
+text whose rank by length among the block's is the rank of the trace's prompt; an answer ends where
+the target ends it, or at the trace's length, scaled. Answers are greedy, and must be the same from
 every variant but for bfloat16's last bits. Blocks lie in out/bench/online/traffic; a run that goes
 on starts its servers anew, and gives the lesson again.
 """
@@ -28,7 +28,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,12 @@ from paceline.actors.weights.history import read_all_decisions
 from paceline.deploy.demo.prompts import TOPICS
 
 PLAIN, FROZEN, SUFFIX, ONLINE = VARIANTS = ("plain", "frozen", "suffix", "online")
-_STORING = (SUFFIX, ONLINE)
+# Not `store: false`, which would keep prompts out of the prefix cache too.
+_NO_RECORDS = {"replay.max_records_per_s": 1e-6}
 # Keys of the configuration of `paceline serve` that a variant changes.
 KEYS: dict[str, dict[str, Any]] = {
-    PLAIN: {"router.enabled": False, "training.enabled": False, "drafts.topics": []},
-    FROZEN: {"training.enabled": False},
+    PLAIN: {"router.enabled": False, "training.enabled": False, "drafts.topics": [], **_NO_RECORDS},
+    FROZEN: {"training.enabled": False, **_NO_RECORDS},
     SUFFIX: {"training.enabled": False},
     ONLINE: {},
 }
@@ -91,9 +92,9 @@ def turns(block: Block, traces: Sequence[str], loads: Sequence[float]) -> list[s
 
 
 def body(text: str, max_tokens: int, variant: str) -> dict[str, Any]:
-    """A greedy chat request; what learns from it stores its record."""
+    """A greedy chat request."""
     own = {"speculative": {"draft": "off"}} if variant == PLAIN else {}
-    return chat(text, max_tokens, temperature=0, stream=True, store=variant in _STORING, **own)
+    return chat(text, max_tokens, temperature=0, stream=True, **own)
 
 
 def planned(
@@ -201,6 +202,7 @@ class Traffic:
             "config": config_facts(options),
         }
         self._servers: dict[str, Turns] = {}
+        self._taught: set[str] = set()
         self._work = store.folder / "servers"
         self._work.mkdir(exist_ok=True)
         end_leftovers(self._noted)
@@ -227,10 +229,11 @@ class Traffic:
 
     def _probe(self, trace: str) -> dict[str, Any]:
         arrivals = traces.window(self.traces[trace], self.options.probe)
-        # The pool's last: no prompt is to be cheaper for having come before.
+        # The pool's last, and none that is kept: no prompt is to be cheaper for having come before.
         requests = self._planned(trace, arrivals, -len(arrivals), PLAIN)
+        first = [replace(p, body=p.body | {"store": False}) for p in requests[:_AT_ONCE]]
         with self._server(PLAIN).turn() as url:
-            asyncio.run(closed_loop(url, requests[:_AT_ONCE]))
+            asyncio.run(closed_loop(url, first))
             ended_s = asyncio.run(closed_loop(url, requests))
         return {"requests_per_s": busy_rate(ended_s, _AT_ONCE), "machine": harness.machine()}
 
@@ -243,7 +246,7 @@ class Traffic:
         return planned(arrivals, tokens, part, variant)
 
     def _server(self, variant: str) -> Turns:
-        """A variant's server, which stands still; one that stores has had the lesson."""
+        """A variant's server, which stands still."""
         if variant not in self._servers:
             harness.say(f"starting {variant}")
             own = self.options
@@ -251,8 +254,6 @@ class Traffic:
             server = Turns(own.target, keys_of(own, variant), folder)
             self._servers[variant] = server
             note(self._noted, [each.held for each in self._servers.values()])
-            if variant in _STORING and own.lesson:
-                self._teach(server, variant)
         return self._servers[variant]
 
     def _teach(self, server: Turns, variant: str) -> None:
@@ -320,6 +321,9 @@ class Traffic:
         """Serve a block's requests by a variant's server."""
         requests = self._planned(block.trace, self._arrivals(block), start, variant)
         server = self._server(variant)
+        if variant not in self._taught and self.options.lesson:
+            self._teach(server, variant)
+        self._taught.add(variant)
         before = decisions_of(server.state_dir)
         with server.turn() as url:
             # a short answer: what was suspended finds its pages and timers again

@@ -128,7 +128,7 @@ def some_prompts(count: int) -> list[Prompt]:
     return [Prompt(str(i), "sql", tuple(range(2 + i)), f"text {i}") for i in range(count)]
 
 
-def test_every_variant_is_sent_the_same_but_plain_drafts_nothing_and_two_learn() -> None:
+def test_every_variant_is_sent_the_same_but_plain_drafts_nothing() -> None:
     arrivals, own = trace(0.0, 1.0, 2.0), some_prompts(3)
     sent = {v: planned(arrivals, [1, 2, 3], own, v) for v in (PLAIN, ONLINE)}
     texts = {v: [p.body["messages"][0]["content"] for p in own] for v, own in sent.items()}
@@ -137,7 +137,7 @@ def test_every_variant_is_sent_the_same_but_plain_drafts_nothing_and_two_learn()
     assert [p.body["max_tokens"] for p in sent[ONLINE]] == [1, 2, 3]
     assert body("x", 4, PLAIN)["speculative"] == {"draft": "off"}
     assert "speculative" not in body("x", 4, ONLINE)
-    assert [body("x", 4, v)["store"] for v in VARIANTS] == [False, False, True, True]
+    assert not any("store" in body("x", 4, v) for v in VARIANTS)
 
 
 def test_every_variant_is_first_as_often_at_every_load() -> None:
