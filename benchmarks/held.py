@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +13,9 @@ import psutil
 
 STOP_S = 60.0
 SETTLE_S = 0.5  # of what Ray's processes have missed
+# The last line of `paceline serve`'s start. Health comes sooner, and a start that stands still ends
+# with a timeout.
+STARTED = "Ctrl-C ends it."
 _MIB = 2.0**20
 
 
@@ -75,6 +79,13 @@ class Held:
                 continue
             total += times.user + times.system
         return total
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def note(file: Path, held: Iterable[Held]) -> None:

@@ -16,7 +16,8 @@ extern "C" {
 // Multiplies and adds `rounds` times in every chain; returns the floating point operations.
 // `value` is two bfloat16 numbers where the processor has their dot product, else a float.
 int64_t multiply_add(int64_t rounds, uint32_t value, float* out) {
-  Floats sums[kChains] = {};
+  Floats sums[kChains];
+  for (int c = 0; c < kChains; ++c) sums[c] = Floats{} + static_cast<float>(c);  // none is another
 #if defined(__AVX512BF16__)
   constexpr int64_t each = 4 * 16;
   const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(value));

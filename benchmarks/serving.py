@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from held import SETTLE_S, Held
+from held import SETTLE_S, STARTED, Held, free_port
 from models import config_of
 
 from paceline.deploy import app
 from paceline.deploy.app import RunningApp
 
 _START_S = 420.0
-_STARTED = "Ctrl-C ends it."  # the last line of a start
 _OBJECTS_MB = 200  # of Ray's memory for objects: several servers share a machine
 
 
@@ -60,6 +58,7 @@ class Turns:
 
     Attributes:
         held: its processes.
+        state_dir: of its configuration.
 
     Raises:
         RuntimeError: it does not start.
@@ -83,12 +82,14 @@ class Turns:
             )
         self.held = Held(first)
         deadline = time.monotonic() + _START_S
-        # Health comes sooner, and a start that stands still ends with a timeout.
-        while _STARTED not in log.read_text(encoding="utf-8"):
-            if not self.held.alive or time.monotonic() > deadline:
-                self.end()
-                raise RuntimeError(f"{folder.name} did not start: {log}")
-            time.sleep(0.2)
+        try:
+            while STARTED not in log.read_text(encoding="utf-8"):
+                if not self.held.alive or time.monotonic() > deadline:
+                    raise RuntimeError(f"{folder.name} did not start: {log}")
+                time.sleep(0.2)
+        except BaseException:  # an interrupt must not leave it either
+            self.end()
+            raise
         self.held.suspend()
 
     @contextmanager
@@ -104,13 +105,6 @@ class Turns:
     def end(self) -> None:
         """End it as Ctrl-C would."""
         self.held.end(signal.SIGINT)
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def _env() -> dict[str, str]:

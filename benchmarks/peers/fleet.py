@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 import psutil
 from harness import say
-from held import SETTLE_S, Held, end_leftovers, note
-from serving import free_port
+from held import SETTLE_S, STARTED, Held, end_leftovers, free_port, note
 
 from peers import load
 from peers.catalogue import Peer, Setup, variables_of
@@ -125,7 +124,8 @@ class Server:
         while True:
             try:
                 with urllib.request.urlopen(f"{self._url}/health", timeout=5):
-                    return
+                    if not self.peer.ours or STARTED in self._log.read_text(encoding="utf-8"):
+                        return
             except (urllib.error.URLError, OSError):
                 pass
             if not self.alive:
