@@ -27,6 +27,27 @@ from paceline.cluster.scheduler.leases import (
 from paceline.cluster.scheduler.policy import SchedulerPolicy
 
 _LOOK_S = 0.02
+_LONGEST_GAP_S = 1.0  # the supervisor calls several times a second
+
+
+class RunningClock:
+    """Seconds in which the scheduler ran: of a gap between two readings at most one second counts.
+
+    After a suspension (SIGSTOP, a frozen container) all that was to happen meanwhile is late. Its
+    trainers must not be killed for it, and its replicas not be taken for silent. Not thread-safe.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start with the reading of a monotonic clock, seconds."""
+        self._clock = clock
+        self._read = self._now = clock()
+
+    def __call__(self) -> float:
+        """Seconds, monotonic."""
+        read = self._clock()
+        self._now += min(read - self._read, _LONGEST_GAP_S)
+        self._read = read
+        return self._now
 
 
 class TrainerScheduler:
@@ -46,7 +67,7 @@ class TrainerScheduler:
         occupied_above: int = 0,
         settings: SchedulerSettings | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Start without replicas and trainers.
 
@@ -55,11 +76,11 @@ class TrainerScheduler:
             stale_after_s: see IdleDetector.
             occupied_above: see IdleDetector.
             settings: see SchedulerSettings.
-            clock: monotonic seconds.
+            clock: monotonic seconds; None is a RunningClock.
         """
         idle = IdleDetector(idle_after_s, stale_after_s, occupied_above)
         self._policy = SchedulerPolicy(idle, settings)
-        self._clock = clock
+        self._clock = RunningClock() if clock is None else clock
         self._lock = threading.Lock()
 
     def report_load(self, replica_id: str, running: int, waiting: int) -> None:
@@ -85,10 +106,12 @@ class TrainerScheduler:
         A trainer that was denied waits here: one that asked again and again would take processor
         time from the requests that it waits for.
         """
-        until = self._clock() + timeout_s
-        while self._clock() < until:
+        until = None
+        while True:
             with self._lock:
-                if self._policy.may_train(self._clock()):
+                now = self._clock()
+                until = now + timeout_s if until is None else until
+                if now >= until or self._policy.may_train(now):
                     return
             await asyncio.sleep(_LOOK_S)
 

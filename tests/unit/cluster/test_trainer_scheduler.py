@@ -7,7 +7,7 @@ import asyncio
 from paceline.actors.training.permits import Permit, TrainerIdentity
 from paceline.cluster.scheduler.idle import IdleDetector
 from paceline.cluster.scheduler.leases import SchedulerStatus
-from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
+from paceline.cluster.scheduler.trainer_scheduler import RunningClock, TrainerScheduler
 
 
 class Clock:
@@ -139,6 +139,24 @@ def test_a_denied_trainer_waits_until_serving_is_idle() -> None:
 
     assert asyncio.run(waits()) == (False, False)
     assert scheduler.may_train()
+
+
+def test_a_suspension_is_held_against_no_trainer_and_no_replica() -> None:
+    clock = Clock()
+    scheduler = TrainerScheduler(clock=RunningClock(clock))
+    assert scheduler.acquire_topic(TrainerIdentity("t"), "life", {"sql": 1.0}).topic == "sql"
+    assert scheduler.acquire_permit("t", "life") is Permit.GRANTED
+    scheduler.report_load("a", 1, 0)  # while the trainer computes
+    clock.now += 60.0
+    assert scheduler.sync_trainers({}, (), ()) == []
+    assert not scheduler.may_train()
+    for _ in range(8):  # 4 s, of which it runs: one that does not yield then is killed
+        clock.now += 0.5
+        scheduler.report_load("a", 1, 0)
+        told = scheduler.sync_trainers({}, (), ())
+        if told:
+            break
+    assert [instruction.trainer for instruction in told] == ["t"]
 
 
 def test_gaps_between_requests_of_a_steady_stream_are_used() -> None:
