@@ -209,7 +209,7 @@ def test_running_out_of_memory_at_any_allocation_changes_nothing(
         return allocated
 
     def experts() -> set[int]:
-        return {len(weight) for weight in (own.weight for own in decoder._linears())}
+        return {len(weight) for weight in (own.weight for own in decoder.linears())}
 
     failures = 0
     while "c" not in engine.drafts():
