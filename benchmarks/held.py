@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-STOP_S = 60.0
+_STOP_S = 60.0
 SETTLE_S = 0.5  # of what Ray's processes have missed
 # The last line of `paceline serve`'s start. Health comes sooner, and a start that stands still ends
 # with a timeout.
@@ -55,7 +55,7 @@ class Held:
         tree = self.tree()
         _signal(tree, signal.SIGCONT)
         _signal(tree[:1], number)
-        _, left = psutil.wait_procs(tree, timeout=STOP_S)
+        _, left = psutil.wait_procs(tree, timeout=_STOP_S)
         _signal(left, signal.SIGKILL)
         self.first.wait()
 

@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,10 +298,7 @@ class Traffic:
                 "first_prompt": start,
             }
             name = f"block-{block.trace}-{block.load:g}-{block.repeat}-{variant}"
-            found = self.store.find(name, settings)
-            if found is None:
-                found = self.store.put(name, settings, self._serve(start, block, variant))
-                harness.say(f"{name}: {len(found['outcomes'])} requests")
+            found = self.store.unit(name, settings, partial(self._serve, start, block, variant))
             units.append({**asdict(block), "variant": variant, "turn": turn, **found})
         return units
 
@@ -321,7 +319,9 @@ class Traffic:
         """Serve a block's requests by a variant's server."""
         requests = self._planned(block.trace, self._arrivals(block), start, variant)
         server = self._server(variant)
-        if variant not in self._taught and self.options.lesson:
+        if (
+            variant not in self._taught and self.options.lesson
+        ):  # its rate hangs on plain's capacity
             self._teach(server, variant)
         self._taught.add(variant)
         before = decisions_of(server.state_dir)
