@@ -216,7 +216,8 @@ class KVCache:
     behind a mask, by others.
 
     Attributes:
-        keys: per layer ``[blocks, block_size, heads, head_dim]`` in the model's dtype.
+        keys: per layer ``[blocks, block_size, heads, head_dim]`` in the model's dtype. The C++
+            kernels arrange a block in their own way (``native/attention.h``).
         values: like ``keys``.
         block_tables: int32 ``[rows + 1, columns]`` on their device; column c holds the block of
             the row's positions from ``c * block_size`` on.

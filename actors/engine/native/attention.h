@@ -1,4 +1,7 @@
 // Attention over the paged KV cache.
+//
+// A block of the cache holds one head after another, so that a head is read in one stretch: position
+// by position, or as dot products of bfloat16 take it (see store_token()).
 #pragma once
 
 #include <vector>
@@ -67,31 +70,32 @@ struct Attention {
 };
 
 constexpr int64_t kTile = 16;   // queries that share a widened block
-constexpr int64_t kAhead = 4;   // blocks to prefetch ahead
+constexpr int64_t kAhead = 8;   // blocks to prefetch ahead
 
 inline int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 
 // Widens one head of `count` positions of a block to rows of padded(dim) floats, zeros behind dim.
 template <class T>
 void widen_block(const Attention& a, const T* block, int64_t count, float* out) {
-  const int64_t size = padded(a.dim), stride = a.kv_heads * a.dim;
-  for (int64_t p = 0; p < count; ++p, block += stride, out += size) {
+  const int64_t size = padded(a.dim);
+  for (int64_t p = 0; p < count; ++p, block += a.dim, out += size) {
     for (int64_t i = 0; i < a.dim; ++i) out[i] = widen(block[i]);
     for (int64_t i = a.dim; i < size; ++i) out[i] = 0.0f;
   }
 }
 
-// Prefetches the block that is read kAhead reads after the i-th, since blocks are scattered.
-// A head reads the keys of `count` blocks, then their values; the next head follows.
+// Prefetches the head's part of the block that is read kAhead reads after the i-th, since blocks are
+// scattered. A head reads the keys of `count` blocks, then their values; the next head follows. Into
+// the second cache, to which more reads may be under way than to the first.
 // Always inlined: otherwise GCC drops the calls as having no effect.
 template <class T>
-__attribute__((always_inline)) inline void prefetch(const Attention& a, const int32_t* blocks, int64_t count, const T* keys,
-                     const T* values, int64_t i) {
-  const int64_t stride = a.kv_heads * a.dim, line = 64 / sizeof(T), read = i + kAhead;
-  const int64_t at = blocks[read % count] * a.block_size * stride;
-  const T* block = read < count ? keys + at : read < 2 * count ? values + at : keys + at + a.dim;
-  for (int64_t p = 0; p < a.block_size; ++p, block += stride)
-    for (int64_t d = 0; d < a.dim; d += line) __builtin_prefetch(block + d);
+__attribute__((always_inline)) inline void prefetch(const Attention& a, const int32_t* blocks,
+                                                    int64_t count, const T* keys, const T* values,
+                                                    int64_t i) {
+  const int64_t part = a.block_size * a.dim, line = 64 / sizeof(T), read = i + kAhead;
+  const int64_t at = blocks[read % count] * a.kv_heads * part;
+  const T* from = read < count ? keys + at : read < 2 * count ? values + at : keys + at + part;
+  for (int64_t d = 0; d < part; d += line) __builtin_prefetch(from + d, 0, 2);
 }
 
 // Dot products of a query with the keys of kLanes positions.
@@ -129,9 +133,16 @@ inline void add_weighted(const float* weights, const float* values, int64_t coun
 
 // Exponentiates scores in place; returns the sum to divide by.
 inline float softmax(float* scores, int64_t count) {
-  float largest = -std::numeric_limits<float>::infinity(), total = 0.0f;
-#pragma omp simd reduction(max : largest)
-  for (int64_t s = 0; s < count; ++s) largest = std::max(largest, scores[s]);
+  float largest = scores[0], total = 0.0f;
+  Vector most = largest + Vector{};
+  int64_t at = 0;
+  for (; at + kLanes <= count; at += kLanes) {
+    Vector own;
+    std::memcpy(&own, scores + at, sizeof own);
+    most = own > most ? own : most;
+  }
+  for (int i = 0; i < kLanes; ++i) largest = std::max(largest, most[i]);
+  for (; at < count; ++at) largest = std::max(largest, scores[at]);
   for (int64_t s = 0; s < count; ++s) scores[s] = exponential(scores[s] - largest);
 #pragma omp simd reduction(+ : total)
   for (int64_t s = 0; s < count; ++s) total += scores[s];
@@ -201,39 +212,8 @@ void attend_tile(const Attention& a, const int32_t* table, const T* keys, const 
 
 // The same for bfloat16 by the processor's dot products: of two columns for a score, and of two
 // positions, whose weights are rounded to bfloat16 as transformers' modules do, for a sum. A query's
-// bits do not depend on the others.
+// bits do not depend on the others. Sums that were inlined would not stay in registers.
 constexpr int64_t kDots = 4;  // queries at a time
-
-// Transposes 16 rows of 16 words.
-inline void transpose_words(__m512i* r) {
-  __m512i t[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4)
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; ++j) {
-      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
 
 inline __m512bh broadcast_pair(const Bf16* from) {
   int32_t pair;
@@ -241,71 +221,62 @@ inline __m512bh broadcast_pair(const Bf16* from) {
   return (__m512bh)_mm512_set1_epi32(pair);
 }
 
-// Scores of Q queries with 16 keys, whose columns 2j and 2j + 1 are words[j].
+// Scores of Q queries with a tile of 16 keys.
 template <int Q>
-void score_dots(const __m512i* words, int64_t pairs, const Query<Bf16>* queries, float scale,
-                int64_t at) {
+__attribute__((noinline)) void score_dots(const Bf16* keys, int64_t pairs, const Query<Bf16>* queries,
+                                          float scale, int64_t at) {
+  const Bf16* rotated[Q];
+  for (int q = 0; q < Q; ++q) rotated[q] = queries[q].rotated;
   __m512 sums[Q][2] = {};
   for (int64_t j = 0; j < pairs; j += 2)
-#pragma GCC unroll 8
-    for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 2
-      for (int i = 0; i < 2; ++i)
-        sums[q][i] = _mm512_dpbf16_ps(sums[q][i], (__m512bh)words[j + i],
-                                      broadcast_pair(queries[q].rotated + 2 * (j + i)));
+    for (int i = 0; i < 2; ++i) {
+      const auto words = (__m512bh)_mm512_loadu_si512(keys + 32 * (j + i));
+#pragma GCC unroll 8
+      for (int q = 0; q < Q; ++q)
+        sums[q][i] = _mm512_dpbf16_ps(sums[q][i], words, broadcast_pair(rotated[q] + 2 * (j + i)));
+    }
   for (int q = 0; q < Q; ++q) {
     const __m512 sum = _mm512_mul_ps(_mm512_add_ps(sums[q][0], sums[q][1]), _mm512_set1_ps(scale));
     _mm512_storeu_ps(queries[q].scores + at, sum);
   }
 }
 
-// Adds weighted values of pairs of positions to the sums of Q queries, 32 columns, which lie as
-// unpacking brings them: see sort_columns().
-template <int Q>
-void add_dots(const Query<Bf16>* queries, int64_t at, const Bf16* values, int64_t stride, int64_t pairs,
-              int64_t column) {
-  __m512 sums[Q][2];
-  for (int q = 0; q < Q; ++q)
-    for (int h = 0; h < 2; ++h) sums[q][h] = _mm512_loadu_ps(queries[q].sum + column + 16 * h);
-  for (int64_t p = 0; p < pairs; ++p, values += 2 * stride) {
-    const __m512i even = _mm512_loadu_si512(values), odd = _mm512_loadu_si512(values + stride);
-    const __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
+// Adds weighted values of pairs of positions to the sums of Q queries, 16 * N columns.
+template <int Q, int N>
+__attribute__((noinline)) void add_dots(const Query<Bf16>* queries, int64_t at, const Bf16* values,
+                                        int64_t dim, int64_t pairs, int64_t column) {
+  const Bf16* weights[Q];
+  __m512 sums[Q][N];
+  for (int q = 0; q < Q; ++q) {
+    weights[q] = queries[q].weights + at;
+    for (int n = 0; n < N; ++n) sums[q][n] = _mm512_loadu_ps(queries[q].sum + column + 16 * n);
+  }
+  values += 2 * column;
+  for (int64_t p = 0; p < pairs; ++p, values += 2 * dim) {
+    __m512bh own[N];
+    for (int n = 0; n < N; ++n) own[n] = (__m512bh)_mm512_loadu_si512(values + 32 * n);
 #pragma GCC unroll 8
     for (int q = 0; q < Q; ++q) {
-      const __m512bh weights = broadcast_pair(queries[q].weights + at + 2 * p);
-      sums[q][0] = _mm512_dpbf16_ps(sums[q][0], (__m512bh)low, weights);
-      sums[q][1] = _mm512_dpbf16_ps(sums[q][1], (__m512bh)high, weights);
+      const __m512bh weight = broadcast_pair(weights[q] + 2 * p);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sums[q][n] = _mm512_dpbf16_ps(sums[q][n], own[n], weight);
     }
   }
   for (int q = 0; q < Q; ++q)
-    for (int h = 0; h < 2; ++h) _mm512_storeu_ps(queries[q].sum + column + 16 * h, sums[q][h]);
+    for (int n = 0; n < N; ++n) _mm512_storeu_ps(queries[q].sum + column + 16 * n, sums[q][n]);
 }
 
 // Adds one pair that a query sees, or the first of it, which is its last.
 inline void add_last(const Attention& a, const Query<Bf16>& query, int64_t at, const Bf16* values) {
   if (at > query.last) return;
-  const int64_t stride = a.kv_heads * a.dim;
   const bool both = at < query.last;
-  Bf16 pair[2] = {query.weights[at], both ? query.weights[at + 1] : Bf16{}};
-  for (int64_t d = 0; d < a.dim; d += 32) {
-    const __m512i even = _mm512_loadu_si512(values + d);
-    const __m512i odd = both ? _mm512_loadu_si512(values + stride + d) : _mm512_setzero_si512();
-    for (int h = 0; h < 2; ++h) {
-      const __m512i own = h ? _mm512_unpackhi_epi16(even, odd) : _mm512_unpacklo_epi16(even, odd);
-      const __m512 sum = _mm512_loadu_ps(query.sum + d + 16 * h);
-      const __m512 next = _mm512_dpbf16_ps(sum, (__m512bh)own, broadcast_pair(pair));
-      _mm512_storeu_ps(query.sum + d + 16 * h, next);
-    }
-  }
-}
-
-inline void sort_columns(float* sum, int64_t dim) {
-  const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
-  const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-  for (int64_t d = 0; d < dim; d += 32) {
-    const __m512 low = _mm512_loadu_ps(sum + d), high = _mm512_loadu_ps(sum + d + 16);
-    _mm512_storeu_ps(sum + d, _mm512_permutex2var_ps(low, first, high));
-    _mm512_storeu_ps(sum + d + 16, _mm512_permutex2var_ps(low, second, high));
+  const Bf16 pair[2] = {query.weights[at], both ? query.weights[at + 1] : Bf16{}};
+  const __m512i seen = _mm512_set1_epi32(both ? -1 : 0xffff);
+  for (int64_t d = 0; d < a.dim; d += 16) {
+    const __m512i own = _mm512_and_si512(_mm512_loadu_si512(values + 2 * d), seen);
+    const __m512 sum = _mm512_loadu_ps(query.sum + d);
+    _mm512_storeu_ps(query.sum + d, _mm512_dpbf16_ps(sum, (__m512bh)own, broadcast_pair(pair)));
   }
 }
 
@@ -323,7 +294,7 @@ void by_dots(int64_t count, const F& f) {
 
 inline void attend_tile(const Attention& a, const int32_t* table, const Bf16* keys,
                         const Bf16* values, Query<Bf16>* queries, int64_t count) {
-  const int64_t stride = a.kv_heads * a.dim, block = a.block_size * stride;
+  const int64_t block = a.block_size * a.kv_heads * a.dim;
   int64_t first = queries[0].first, last = queries[0].last, all = queries[0].last;
   for (int64_t q = 1; q < count; ++q) {
     first = std::min(first, queries[q].first);
@@ -337,14 +308,8 @@ inline void attend_tile(const Attention& a, const int32_t* table, const Bf16* ke
     for (int64_t p = 0; p < a.block_size; p += 16) {
       const int64_t at = column * a.block_size + p;
       if (at > last) break;
-      __m512i words[8 * kLanes];
-      for (int64_t part = 0; part < a.dim / 32; ++part) {
-        for (int64_t k = 0; k < 16; ++k)
-          words[part * 16 + k] = _mm512_loadu_si512(own + (p + k) * stride + 32 * part);
-        transpose_words(words + part * 16);
-      }
       by_dots(count, [&](int64_t q, auto dots) {
-        score_dots<dots.value>(words, a.dim / 2, queries + q, a.scale, at);
+        score_dots<dots.value>(own + p * a.dim, a.dim / 2, queries + q, a.scale, at);
       });
     }
   }
@@ -363,14 +328,14 @@ inline void attend_tile(const Attention& a, const int32_t* table, const Bf16* ke
     const Bf16* own = values + table[column] * block;
     prefetch(a, table + begin, end - begin, keys, values, end - begin + column - begin);
     const int64_t pairs = std::max<int64_t>(0, std::min(stop, shared) - start) / 2;
-    for (int64_t d = 0; d < a.dim; d += 32)
-      by_dots(count, [&](int64_t q, auto dots) {
-        add_dots<dots.value>(queries + q, start, own + d, stride, pairs, d);
-      });
+    by_dots(count, [&](int64_t q, auto dots) {
+      int64_t d = 0;
+      for (; d + 64 <= a.dim; d += 64) add_dots<dots.value, 4>(queries + q, start, own, a.dim, pairs, d);
+      if (d < a.dim) add_dots<dots.value, 2>(queries + q, start, own, a.dim, pairs, d);
+    });
     for (int64_t at = start + 2 * pairs; at < stop; at += 2)
-      for (int64_t q = 0; q < count; ++q) add_last(a, queries[q], at, own + (at - start) * stride);
+      for (int64_t q = 0; q < count; ++q) add_last(a, queries[q], at, own + (at - start) * a.dim);
   }
-  for (int64_t q = 0; q < count; ++q) sort_columns(queries[q].sum, a.dim);
 }
 
 #endif
@@ -404,18 +369,45 @@ struct PagedStates {
   }
 };
 
-// Rotates and stores the new keys of one token of batch * steps, stores its new values.
+constexpr int64_t kMostDots = 256;
+
+// Whether heads are attended to by dot products of bfloat16.
+template <class T>
+inline bool has_dots(const Attention& a) {
+#if defined(__AVX512BF16__)
+  return std::is_same_v<T, Bf16> && a.dim % 32 == 0 && a.dim <= kMostDots;
+#else
+  return false;
+#endif
+}
+
+// Rotates and stores the new keys of one token of batch * steps, stores its new values. For dot
+// products a word has two columns of a key, the words of 16 positions side by side, or the values of
+// two positions in a column.
 template <class T>
 void store_token(const Attention& a, int64_t index, const T* qkv, const T* cos, const T* sin,
                  T* keys, T* values) {
   const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim, at = a.positions[index];
   const int64_t row = index / a.steps, token = a.first_token(row) + index % a.steps;
   const int64_t block = a.tables[a.rows[row] * a.columns + at / a.block_size];
-  const int64_t offset = (block * a.block_size + at % a.block_size) * a.kv_heads * a.dim;
+  const int64_t part = a.block_size * a.dim, inside = at % a.block_size;
   const T* key = qkv + token * width + a.q_heads * a.dim;
-  for (int64_t h = 0; h < a.kv_heads; ++h)
-    rotate(key + h * a.dim, cos + at * a.dim, sin + at * a.dim, a.dim, keys + offset + h * a.dim);
-  std::memcpy(values + offset, key + a.kv_heads * a.dim, a.kv_heads * a.dim * sizeof(T));
+  const T* value = key + a.kv_heads * a.dim;
+  keys += block * a.kv_heads * part;
+  values += block * a.kv_heads * part;
+  for (int64_t h = 0; h < a.kv_heads; ++h, keys += part, values += part, key += a.dim, value += a.dim) {
+    if (!has_dots<T>(a)) {
+      rotate(key, cos + at * a.dim, sin + at * a.dim, a.dim, keys + inside * a.dim);
+      std::memcpy(values + inside * a.dim, value, a.dim * sizeof(T));
+      continue;
+    }
+    T turned[kMostDots];
+    rotate(key, cos + at * a.dim, sin + at * a.dim, a.dim, turned);
+    T* to = keys + inside / 16 * 16 * a.dim + inside % 16 * 2;
+    for (int64_t d = 0; d < a.dim; d += 2) std::memcpy(to + d / 2 * 32, turned + d, 2 * sizeof(T));
+    T* pair = values + inside / 2 * 2 * a.dim + inside % 2;
+    for (int64_t d = 0; d < a.dim; ++d) pair[2 * d] = value[d];
+  }
 }
 
 // Buffers of a tile of queries, parts of one allocation of the thread's.
@@ -456,8 +448,8 @@ void attend_some(const Attention& a, const T* qkv, const T* cos, const T* sin, c
     rotate(qkv + token * width + head * a.dim, cos + turn, sin + turn, a.dim, rotated);
     std::fill(rotated + a.dim, rotated + size, Narrow{});
   }
-  keys += h * a.dim;
-  values += h * a.dim;
+  keys += h * a.block_size * a.dim;
+  values += h * a.block_size * a.dim;
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<Narrow, Bf16>) attend_tile(a, table, keys, values, queries, count);
   else
@@ -496,9 +488,7 @@ void attend_one(const Attention& a, int64_t tile, int64_t index, const T* qkv, c
            a.tables + a.rows[row] * a.columns, keys, values, h, start, count,
            out + token * a.q_heads * a.dim);
   };
-#if defined(__AVX512BF16__)
-  if (std::is_same_v<T, Bf16> && a.dim % 32 == 0 && a.dim <= 256) return some(attend_some<T, T>);
-#endif
+  if (has_dots<T>(a)) return some(attend_some<T, T>);
   some(attend_some<T, float>);
 }
 

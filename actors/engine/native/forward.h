@@ -42,8 +42,13 @@ void multiply(const Product* products, int64_t count, int64_t threads_) {
 template <class T>
 void attend(const Attention& a, int64_t threads_, const T* qkv, const T* cos, const T* sin, T* keys,
             T* values, T* out) {
-  each(a.batch * a.steps, threads_,
-       [&](int64_t i) { store_token(a, i, qkv, cos, sin, keys, values); });
+  constexpr int64_t kStored = 16;  // tokens that one thread stores, since they share cache lines
+  const int64_t parts = (a.steps + kStored - 1) / kStored;
+  each(a.batch * parts, threads_, [&](int64_t i) {
+    const int64_t row = i / parts, from = i % parts * kStored;
+    for (int64_t step = from; step < std::min(a.steps, from + kStored); ++step)
+      store_token(a, row * a.steps + step, qkv, cos, sin, keys, values);
+  });
   const int64_t tile = tile_size(a, threads_);
   each(a.batch * a.kv_heads * tiles_per_head(a, tile), threads_, [&](int64_t i) {
     attend_one<T>(a, tile, i, qkv, cos, sin, keys, values, out);

@@ -33,11 +33,15 @@ void silu_mul(const T* gate, const T* up, int64_t size, T* out) {
 template <class T, class Out>
 void rotate(const T* in, const T* cos, const T* sin, int64_t dim, Out* out) {
   const int64_t half = dim / 2;
-  for (int64_t i = 0; i < dim; ++i) {
-    const float other = widen(in[i < half ? i + half : i - half]);
-    const float sum = rounded<T>(widen(in[i]) * widen(cos[i])) + rounded<T>(other * widen(sin[i]));
-    out[i] = narrow<Out>(rounded<T>(sum));
-  }
+  const auto turn = [&](int64_t from, int64_t to, int64_t other) {  // `other`: of the other half
+    for (int64_t i = from; i < to; ++i) {
+      const float straight = rounded<T>(widen(in[i]) * widen(cos[i]));
+      const float crossed = rounded<T>(widen(in[i + other]) * widen(sin[i]));
+      out[i] = narrow<Out>(rounded<T>(straight + crossed));
+    }
+  };
+  turn(0, half, half);
+  turn(half, dim, -half);
 }
 
 }  // namespace

@@ -55,25 +55,49 @@ class Case:
         positions = torch.tensor(BEHIND)[:, None] + torch.arange(steps)
         span = max(BEHIND) + steps
         self.step = StepContext.at(self.kv, torch.arange(ROWS), positions, span)
+
+    def write_cached(self) -> None:
+        """Write what the rows hold already, as torch's attention arranges it."""
         for row, (behind, cached) in enumerate(zip(BEHIND, self.cached, strict=True)):
             if behind:
                 before = torch.arange(behind)[None]
                 step = StepContext.at(self.kv, torch.tensor([row]), before, behind)
                 step.write(0, *(part[None].transpose(1, 2) for part in cached))
 
-    def check(self, found: Tensor, window: int | None) -> None:
-        """``[B, T, heads, dim]`` is right, and so is what was stored."""
-        tolerance = 1e-5 if found.dtype is torch.float32 else 0.02
+    def attend(
+        self,
+        rows: list[int],
+        start: Tensor,
+        qkv: Tensor,
+        window: int | None = None,
+        threads: int = 1,
+    ) -> Tensor:
+        """The kernel alone, for ``[B, T, (heads + 2 * kv_heads) * dim]`` from a position on."""
+        positions = start[:, None] + torch.arange(qkv.shape[1])
+        step = StepContext.at(self.kv, torch.tensor(rows), positions, int(positions.max()) + 1)
+        still = torch.ones(CAPACITY, self.dim).to(qkv), torch.zeros(CAPACITY, self.dim).to(qkv)
+        at = step.rows, step.positions, self.kv.block_tables, step.span
+        kv = self.kv.keys[0], self.kv.values[0]
+        return attend_natively(qkv, still, *at, kv, self.heads, window, threads)
+
+    def attend_to_cached(self) -> None:
+        """Let the kernel write what the rows hold already."""
         for row, (behind, cached) in enumerate(zip(BEHIND, self.cached, strict=True)):
+            if behind:
+                query = torch.ones(behind, self.heads[0], self.dim).to(cached)
+                qkv = torch.cat((query, *cached), dim=1).flatten(1)[None]
+                self.attend([row], torch.tensor([0]), qkv)
+
+    def check(self, found: Tensor, window: int | None) -> None:
+        """``[B, T, heads, dim]`` is right."""
+        tolerance = 1e-5 if found.dtype is torch.float32 else 0.02
+        for row, cached in enumerate(self.cached):
             k, v = (
                 torch.cat((old, new[row]))
                 for old, new in zip(cached, (self.k, self.v), strict=True)
             )
             wanted = plain(self.q[row], k, v, window)
             torch.testing.assert_close(found[row].double(), wanted, rtol=tolerance, atol=tolerance)
-            blocks = self.kv.block_tables[row].long()
-            stored = self.kv.keys[0][blocks].flatten(0, 1)[: behind + self.steps]
-            assert torch.equal(stored, k)
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 64])
@@ -83,6 +107,7 @@ def test_gathered_blocks(
     heads: tuple[int, int], steps: int, window: int | None, dtype: torch.dtype
 ) -> None:
     case = Case(heads, 24, steps, dtype)
+    case.write_cached()
     parts = (part.transpose(1, 2) for part in (case.q, case.k, case.v))
     case.check(attend(case.step, 0, *parts, 0.3, window), window)
 
@@ -96,7 +121,7 @@ def attend_natively(
     span: int,
     kv: tuple[Tensor, Tensor],
     heads: tuple[int, int],
-    window: int | None,
+    window: int | None = None,
     threads: int = 1,
 ) -> Tensor:
     """The kernel alone, as Kernels.forward uses it in every layer."""
@@ -122,18 +147,15 @@ def attend_natively(
 
 @pytest.mark.parametrize("window", [None, 1, 20, 64])
 @pytest.mark.parametrize("steps", [1, 5, 37])
-@pytest.mark.parametrize("dim", [4, 24, 64, 80, 128])
+@pytest.mark.parametrize("dim", [4, 24, 64, 80, 96, 128])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_the_kernel(
     heads: tuple[int, int], dim: int, steps: int, window: int | None, dtype: torch.dtype
 ) -> None:
     case = Case(heads, dim, steps, dtype)
-    still = torch.ones(CAPACITY, dim, dtype=dtype), torch.zeros(CAPACITY, dim, dtype=dtype)
+    case.attend_to_cached()
     qkv = torch.cat((case.q, case.k, case.v), dim=2).flatten(2)
-    kv, step = (case.kv.keys[0], case.kv.values[0]), case.step
-    rows = step.rows, step.positions
-    tables, span = case.kv.block_tables, step.span
-    found = attend_natively(qkv, still, *rows, tables, span, kv, heads, window)
+    found = case.attend([0, 1, 2], torch.tensor(BEHIND), qkv, window=window)
     case.check(found.view(ROWS, steps, heads[0], dim), window)
 
 
@@ -145,26 +167,23 @@ def test_bits_depend_neither_on_other_tokens_nor_on_threads(
 ) -> None:
     """Nor on what lies behind a token's own position."""
     case = Case(heads, dim, 5, dtype)
-    still = torch.ones(CAPACITY, dim, dtype=dtype), torch.zeros(CAPACITY, dim, dtype=dtype)
+    case.attend_to_cached()
     qkv = torch.cat((case.q, case.k, case.v), dim=2).flatten(2)
-    kv, tables = (case.kv.keys[0], case.kv.values[0]), case.kv.block_tables
 
     def run(rows: list[int], steps: slice, threads: int = 1) -> Tensor:
-        positions = torch.tensor(BEHIND)[rows][:, None] + torch.arange(5)[steps]
-        step = StepContext.at(case.kv, torch.tensor(rows), positions, int(positions.max()) + 1)
-        at = step.rows, step.positions, tables, step.span
         own = qkv[rows][:, steps].contiguous()
-        return attend_natively(own, still, *at, kv, heads, window, threads)
+        start = torch.tensor(BEHIND)[rows] + steps.start
+        return case.attend(rows, start, own, window=window, threads=threads)
 
-    whole = run([0, 1, 2], slice(5))
-    assert torch.equal(run([0, 1, 2], slice(5), threads=2), whole)
+    whole = run([0, 1, 2], slice(0, 5))
+    assert torch.equal(run([0, 1, 2], slice(0, 5), threads=2), whole)
     for row in range(ROWS):
-        blocks = tables[row, : -(-(BEHIND[row] + 5) // case.kv.block_size)].long()
         for step in range(5):
-            for part in kv:  # what lies behind the token must not be read
-                flat = part[blocks].flatten(0, 1)
-                flat[BEHIND[row] + step :] = torch.nan
-                part[blocks] = flat.view(-1, *part.shape[1:])
+            at = BEHIND[row] + step  # what lies behind the token must not be read
+            behind = len(case.kv.blocks(row)) * case.kv.block_size - at
+            case.attend(
+                [row], torch.tensor([at]), qkv.new_full((1, behind, qkv.shape[2]), torch.nan)
+            )
             own = run([row], slice(step, step + 1))
             assert torch.equal(own, whole[row : row + 1, step : step + 1]), (row, step)
 
