@@ -82,7 +82,7 @@ def watched(engine: Engine) -> Iterator[PhaseClock]:
         (EagleRunner, "step", lambda _: DRAFT),
         (EagleRunner, "draft_greedy", lambda _: DRAFT),
         (engine_module, "rejection_sample", lambda _: SAMPLE),
-        (engine_module, "non_finite_positions", lambda _: FINITE),
+        (engine_module, "non_finite_positions", lambda *_: FINITE),
     ]
     originals = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in names]
     for owner, attribute, name in names:

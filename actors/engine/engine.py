@@ -272,7 +272,7 @@ class Engine:
         tokens = torch.cat([state[:, :1], proposal.token_ids], dim=1)
         positions = state[:, 1:2] + _steps(tokens.shape[1], device)
         span = max(len(s.tokens) for s in batch) + tokens.shape[1] - 1
-        logits = self._runner.forward(rows, tokens, positions, span)
+        logits = self._runner.verify(rows, tokens, positions, span, proposal.num_drafted)
         params, counts = self._params.get([s.request.sampling for s in batch]), None
         if params.logits_processors is not None:
             histories = [(s.tokens, s.num_output) for s in batch]
@@ -297,7 +297,8 @@ class Engine:
         forced = list(proposal.num_forced) or [0] * len(batch)
         suffix = list(proposal.num_suffix) or [0] * len(batch)
         by_model = proposal.num_by_model
-        skipped = self._fail_not_finite(batch, drafted, accepted, non_finite_positions(logits))
+        not_finite = non_finite_positions(logits, drafted)
+        skipped = self._fail_not_finite(batch, drafted, accepted, not_finite)
         self._record(batch, proposal, sampled, logits, skipped)
         emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
         logprobs = token_logprobs(logits, emitted, wanted) if wanted else None

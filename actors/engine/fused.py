@@ -302,6 +302,11 @@ class FusedDecoder:
             return StackedLinear(heads[0][None], codes=[codes_of(heads[0])])
         return StackedLinear(embeddings, codes=[codes_of(head) for head in heads])
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the CPU's kernels run the layers, which read every token's row by itself."""
+        return self._stack.kernels is not None
+
     def linears(self) -> Iterator[StackedLinear]:
         """The head, and all of the layers."""
         yield self._head

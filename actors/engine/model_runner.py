@@ -154,6 +154,42 @@ class ModelRunner:
         step.write_hidden(hidden)
         return logits
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether :meth:`verify` computes a row's own tokens alone."""
+        return isinstance(self.decoder, FusedDecoder) and self.decoder.has_kernels
+
+    def verify(
+        self,
+        rows: Sequence[int],
+        token_ids: Tensor,
+        positions: Tensor,
+        span: int,
+        num_drafted: Tensor,
+    ) -> Tensor:
+        """Compute the last token of B rows and their drafted tokens, see :meth:`forward`.
+
+        Args:
+            rows: B rows.
+            token_ids: int64 ``[B, k + 1]``.
+            positions: int64 ``[B, k + 1]``.
+            span: 1 + the largest position that any row reads.
+            num_drafted: int64 ``[B]``; tokens behind a row's own are padding.
+
+        Returns:
+            logits ``[B, k + 1, V]``; those of padding are of any token, or zeros.
+        """
+        counts = (num_drafted + 1).tolist() if self.is_ragged else []
+        if len(set(counts)) < 2:
+            return self.forward(rows, token_ids, positions, span)
+        own = torch.arange(token_ids.shape[1]) <= num_drafted[:, None]
+        # A token is a row of its own, which all kernels allow: they store keys before they read.
+        of_tokens = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+        logits = self.forward(of_tokens, token_ids[own][:, None], positions[own][:, None], span)
+        padded = logits.new_zeros(own.numel(), self.vocab_size)
+        padded.index_copy_(0, own.flatten().nonzero().flatten(), logits[:, 0])
+        return padded.view(*own.shape, -1)
+
     @torch.inference_mode()
     def rollout(
         self,

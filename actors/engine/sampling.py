@@ -190,7 +190,9 @@ class TargetProbs:
         return whole.scatter_add_(-1, self.ids, self.probs)  # adds, for the padding
 
 
-def processed_probs(logits: Tensor, batch: SamplingBatch) -> TargetProbs:
+def processed_probs(
+    logits: Tensor, batch: SamplingBatch, num_drafted: Tensor | None = None
+) -> TargetProbs:
     """Return the distribution that each row samples from.
 
     Its bits do not depend on the other rows. If every row is filtered, what follows costs as the
@@ -199,26 +201,38 @@ def processed_probs(logits: Tensor, batch: SamplingBatch) -> TargetProbs:
     Args:
         logits: float ``[B, T, V]``, after :func:`process_logits`.
         batch: parameters of the B rows.
+        num_drafted: int64 ``[B]``; on CPUs what lies behind a row's own tokens is not filtered.
 
     Returns:
-        ``[B, T, K]``; a greedy row gets its most probable token.
+        ``[B, T, K]``; a greedy row gets its most probable token, and padding any.
     """
     rows, steps, vocab = logits.shape
-    params = [batch.top_p, batch.top_k, batch.min_p, batch.temperature]
+    flat, params = logits.flatten(0, 1), (batch.top_p, batch.top_k, batch.min_p, batch.temperature)
     if batch.all_filtered:
-        repeated = [own.repeat_interleave(steps) for own in params]
-        kept = _filter(logits.flatten(0, 1), repeated)
-        shape = rows, steps, kept.probs.shape[-1]
-        return TargetProbs(
-            kept.probs.view(shape), None if kept.ids is None else kept.ids.view(shape)
-        )
+        at = _own_positions(torch.arange(rows, device=flat.device), steps, num_drafted)
+        own = flat if len(at) == len(flat) else flat[at]
+        kept = _filter(own, [part[at // steps] for part in params])
+
+        def padded(part: Tensor) -> Tensor:
+            whole = part.new_zeros(rows * steps, part.shape[-1])
+            return whole.index_copy_(0, at, part).view(rows, steps, -1)
+
+        return TargetProbs(padded(kept.probs), None if kept.ids is None else padded(kept.ids))
     probs = torch.softmax(logits.float() / batch.temperature[:, None, None], dim=-1)
     if batch.any_filter:
-        cut = batch.filtered_rows
-        repeated = [own[cut].repeat_interleave(steps) for own in params]
-        filtered = _filter(logits[cut].flatten(0, 1), repeated).dense(vocab)
-        probs[cut] = filtered.view(len(cut), steps, vocab)
+        at = _own_positions(batch.filtered_rows, steps, num_drafted)
+        kept = _filter(flat[at], [part[at // steps] for part in params])
+        probs.view(-1, vocab).index_copy_(0, at, kept.dense(vocab))
     return TargetProbs(probs)
+
+
+def _own_positions(rows: Tensor, steps: int, num_drafted: Tensor | None) -> Tensor:
+    """Positions of rows among all rows' ``steps`` each, on CPUs without padding; int64 ``[N]``."""
+    each = torch.arange(steps, device=rows.device)
+    at = rows[:, None] * steps + each
+    if num_drafted is None or steps == 1 or rows.device.type != "cpu":
+        return at.flatten()
+    return at[each <= num_drafted[rows][:, None]]
 
 
 def _filter(logits: Tensor, params: Sequence[Tensor], sizes: Sequence[int] = _SIZES) -> TargetProbs:

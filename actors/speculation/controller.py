@@ -12,7 +12,7 @@ from paceline.actors.speculation.early_end import NEVER, EarlyEnd
 from paceline.actors.speculation.goodput import DraftGroup, GoodputPolicy
 from paceline.actors.speculation.proposer import Proposer
 from paceline.actors.speculation.suffix.arm import SuffixDraft
-from paceline.actors.speculation.suffix.estimates import choose_lengths
+from paceline.actors.speculation.suffix.estimates import choose_lengths, choose_ragged_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,8 @@ class SpeculationController:
             gains = [
                 policy.expected_accepted(groups[i], k) if k else 0.0 for i, k in enumerate(wanted)
             ]
-            return choose_lengths({i: d.expected for i, d in drafts.items()}, gains, round_s)
+            choose = choose_ragged_lengths if policy.ragged else choose_lengths
+            return choose({i: d.expected for i, d in drafts.items()}, gains, round_s)
         except Exception:
             self._log_failure("suffix drafts were not weighed")
             return {}
@@ -187,8 +188,8 @@ class SpeculationController:
                 return self._policy.plain_decode_seconds(len(batch), len(batch))
             timed_steps = 0 if self._proposer.timed_out else max(by_model)
             sizes = (len(active), len(set(active)), timed_steps)
-            verify_s, tokens = round_s - drafting_s, max(drafted) + 1
-            self._policy.observe_round(len(batch), tokens, verify_s, sizes, drafting_s, prefilled)
+            verify_s, column = round_s - drafting_s, self._policy.column(drafted)
+            self._policy.observe_round(len(batch), column, verify_s, sizes, drafting_s, prefilled)
             return self._policy.plain_decode_seconds(len(batch), len(batch) + sum(accepted))
         except Exception:
             self._log_failure("a round was not observed")

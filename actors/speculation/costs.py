@@ -154,7 +154,7 @@ class _Measurement:
 
 
 class StepCosts:
-    """Seconds of a step by two sizes (batch rows, and tokens or experts).
+    """Seconds of a step by two sizes (batch rows, and a column: tokens or experts).
 
     The first time of a size counts as no more than expected: it includes one-time work, above all
     the generation of code for products of that size.
@@ -192,6 +192,14 @@ class StepCosts:
         if known is not None and known.trusted(self._observed):
             return known.seconds * self._pace
         return self.profiled(rows, column) * self._ratio
+
+    def seconds_between(self, rows: int, column: float) -> float:
+        """Expected seconds of a step with a mean second size."""
+        low = int(column)
+        at_low = self.seconds(rows, low)
+        if column == low:
+            return at_low
+        return at_low + (column - low) * (self.seconds(rows, low + 1) - at_low)
 
     def observe(self, rows: int, column: int, seconds: float) -> None:
         """Take the time of a step; a single stall does not move the estimate far."""

@@ -10,8 +10,9 @@ counts that as not accepted, and T is the mean over the lengths that rows of g d
 prefill of the drafts, spread over the answers. A group is a draft with greedy or
 with sampled requests, with or without a grammar: their acceptance differs.
 
-All rows that draft run the same number of draft steps and are verified in one padded forward, so
-all drafting groups share one k; the choice is k and the groups that draft.
+All rows that draft run the same number of draft steps, so all drafting groups share one k; the
+choice is k and the groups that draft. Verification computes the drafted tokens alone if it is
+ragged (ModelRunner.is_ragged), else all rows are padded to the longest draft.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _PROBE_ROUNDS = 4
 _PROBE_TOKENS = 2
 _PROBE_PATIENCE = 64  # rounds
 _MAX_PROBE_BUDGET_S = 0.5
-_MAX_MIN_REACH = 0.5
+_MAX_MIN_REACH = 0.5  # of a padded forward
+_MAX_RAGGED_REACH = 0.9
 _NO_PREFILL = DraftPrefill()
 
 
@@ -196,17 +198,22 @@ class GoodputPolicy:
     """Chooses k round by round. Pure: times and acceptance are given to it.
 
     Attributes:
+        ragged: whether verification computes a row's own tokens alone.
         predicted_goodput: of the present choice, in tokens per second.
     """
 
-    def __init__(self, target: StepCosts, draft: DraftCosts, max_tokens: int) -> None:
+    def __init__(
+        self, target: StepCosts, draft: DraftCosts, max_tokens: int, *, ragged: bool = False
+    ) -> None:
         """Start without measured acceptance: the prior makes every group worth a try.
 
         Args:
-            target: seconds of a round without its drafting, by (rows, tokens per row).
+            target: seconds of a round without its drafting, by (rows, :meth:`column`).
             draft: seconds of drafting, by rows, experts and steps, at the target's pace 1.
             max_tokens: largest k.
+            ragged: whether verification computes a row's own tokens alone.
         """
+        self.ragged = ragged
         self._target = target
         self._draft = draft
         self._positions = self._max_tokens = max_tokens
@@ -281,6 +288,14 @@ class GoodputPolicy:
         """The largest k at present."""
         return self._max_tokens
 
+    def column(self, drafted: Sequence[int]) -> int:
+        """The size of a verification beside its rows, 1 without drafted tokens.
+
+        Args:
+            drafted: tokens per row that drafted.
+        """
+        return 1 + (sum if self.ragged else max)((0, *drafted))
+
     def verify_tokens(self, rows: int, drafted: int, forced: Sequence[int]) -> int:
         """Tokens per row to verify, if some rows have tokens that are accepted for certain.
 
@@ -291,8 +306,9 @@ class GoodputPolicy:
         """
 
         def goodput(tokens: int) -> float:
-            emitted = rows + sum(min(own, tokens) for own in forced)
-            return emitted / self._target.seconds(rows, tokens + 1)
+            certain = [min(own, tokens) for own in forced]
+            seconds = self._target.seconds(rows, self.column([drafted, *certain]))
+            return (rows + sum(certain)) / seconds
 
         return max(range(drafted, max([drafted, *forced]) + 1), key=goodput)
 
@@ -317,20 +333,17 @@ class GoodputPolicy:
     def round_seconds(
         self, rows: int, tokens: int, drafting: Mapping[DraftGroup, int], k: int
     ) -> float:
-        """Expected seconds of a round that verifies at least ``tokens`` drafted ones of each row.
+        """Expected seconds of a round that verifies tokens which no draft model has to make.
 
         Args:
             rows: B.
-            tokens: that no draft model has to make.
+            tokens: so many, of the rows that do not draft if it is ragged, else of each row.
             drafting: rows per group that draft ``k`` tokens.
             k: their limit.
         """
         if not drafting:
             return self._target.seconds(rows, tokens + 1)
-        seconds = self._drafting_round_s(k, drafting, rows)
-        if tokens > k:
-            seconds += self._target.seconds(rows, tokens + 1) - self._target.seconds(rows, k + 1)
-        return seconds
+        return self._drafting_round_s(k, drafting, rows, tokens)
 
     def observe_acceptance(
         self,
@@ -348,7 +361,7 @@ class GoodputPolicy:
     def observe_round(
         self,
         rows: int,
-        tokens: int,
+        column: int,
         verify_s: float,
         drafting: tuple[int, int, int],
         draft_s: float,
@@ -358,14 +371,14 @@ class GoodputPolicy:
 
         Args:
             rows: B.
-            tokens: tokens per row in the target's forward, k + 1.
+            column: see :meth:`column`.
             verify_s: seconds of all but drafting.
             drafting: (rows, experts, steps) of the drafting; 0 steps if there was none, or its
                 time says nothing of the cost of steps.
             draft_s: seconds of drafting.
             prefilled: what drafts prefilled in these seconds.
         """
-        self._target.observe(rows, tokens, verify_s)
+        self._target.observe(rows, column, verify_s)
         # Drafts are measured relative to the target's present pace: in a slow moment both must
         # look slow, else the drafts of that moment would be off until their next probe.
         drafted_rows, experts, steps = drafting
@@ -426,8 +439,13 @@ class GoodputPolicy:
             seconds += self._target.pace * prefill_s
         return (batch + gained) / seconds
 
-    def _drafting_round_s(self, k: int, drafting: Mapping[DraftGroup, int], batch: int) -> float:
-        """Expected seconds of a round: it is as long as the longest draft of its rows."""
+    def _drafting_round_s(
+        self, k: int, drafting: Mapping[DraftGroup, int], batch: int, others: int = 0
+    ) -> float:
+        """Expected seconds of a round: drafting is as long as the longest draft of its rows.
+
+        ``others`` are the tokens of :meth:`round_seconds`.
+        """
         own, experts = sum(drafting.values()), len({group.draft for group in drafting})
         lengths = [(self._estimate(group).drafts_at_least(), n) for group, n in drafting.items()]
         shorter = seconds = 0.0
@@ -437,20 +455,30 @@ class GoodputPolicy:
                 1.0 if tokens == k else math.prod((1.0 - p[tokens + 1]) ** n for p, n in lengths)
             )
             if within > shorter:
-                draft_s = self._target.pace * self._draft.seconds(own, experts, tokens)
-                seconds += (within - shorter) * (self._target.seconds(batch, tokens + 1) + draft_s)
+                of_length = self._target.pace * self._draft.seconds(own, experts, tokens)
+                if not self.ragged:
+                    of_length += self._target.seconds(batch, max(tokens, others) + 1)
+                seconds += (within - shorter) * of_length
                 shorter = within
+        if self.ragged:
+            drafted = sum(n * sum(p[1 : k + 1]) for p, n in lengths)
+            seconds += self._target.seconds_between(batch, 1.0 + drafted + others)
         return seconds
+
+    def _verify_s(self, batch: int, own: int, tokens: int) -> float:
+        """Expected seconds of a verification if ``own`` rows draft so many tokens each."""
+        return self._target.seconds(batch, self.column([tokens] * own))
 
     def _least_reach(self, rows: Mapping[DraftGroup, int], others: int) -> float:
         """The probability of acceptance at which a row's further token pays for its time."""
         most, batch = max(self._choice.k, 2), others + sum(rows.values())
         own = sum(n for group, n in rows.items() if self._choice.tokens(group)) or max(batch, 1)
-        further_s = self._target.seconds(batch, most + 1) - self._target.seconds(batch, 2)
+        further_s = self._verify_s(batch, own, most) - self._verify_s(batch, own, 1)
         drafts = self._draft.seconds(own, 1, most) - self._draft.seconds(own, 1, 1)
         token_s = (further_s + self._target.pace * drafts) / (most - 1) / own
         assert self.predicted_goodput is not None
-        return min(max(token_s * self.predicted_goodput, 0.0), _MAX_MIN_REACH)
+        largest = _MAX_RAGGED_REACH if self.ragged else _MAX_MIN_REACH
+        return min(max(token_s * self.predicted_goodput, 0.0), largest)
 
     def _candidates(self, rows: Mapping[DraftGroup, int]) -> Iterable[DraftChoice]:
         """For each k the n groups that gain most, in total and per row, for every n."""
@@ -506,8 +534,7 @@ class GoodputPolicy:
     ) -> float:
         """Seconds that a probe adds at worst; a draft that was off prefills its prompts first."""
         batch, own = others + sum(rows.values()), rows[group]
-        further = k + _PROBE_TOKENS + 1
-        verify = self._target.seconds(batch, further) - self._target.seconds(batch, k + 1)
+        verify = self._verify_s(batch, own, k + _PROBE_TOKENS) - self._verify_s(batch, own, k)
         draft = self._draft.seconds(own, 1, k + _PROBE_TOKENS) - self._draft.seconds(own, 1, k)
         prefill = 0.0 if k else own * self._draft.prefill_costs.seconds_per_request
         drafting = self._target.pace * (_PROBE_ROUNDS * max(draft, 0.0) + prefill)

@@ -45,6 +45,26 @@ def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None
     return run
 
 
+def verify_stepper(runner: ModelRunner, context: int) -> Callable[[int, int], None]:
+    """``run(rows, column)``: one verification behind ``context`` positions.
+
+    The column is that of a ragged GoodputPolicy: drafted tokens, spread over the rows.
+    """
+
+    def run(rows: int, column: int) -> None:
+        drafted = [(column - 1 + i) // rows for i in range(rows)]
+        most = max(drafted) + 1
+        for row in range(rows):
+            runner.kv.allocate(row, context + most)
+        positions = (context + torch.arange(most)).expand(rows, -1)
+        ids = torch.zeros(rows, most, dtype=torch.int64)
+        of_rows = torch.tensor(drafted)
+        logits = runner.verify(range(rows), ids, positions, context + most, of_rows)
+        most_probable(logits).tolist()
+
+    return run
+
+
 def rollout_stepper(runner: ModelRunner, context: int) -> Callable[[int, int], None]:
     """``run(rows, experts)``: ``_ROLLOUT`` draft steps at once behind ``context`` positions."""
 
@@ -99,10 +119,13 @@ def build_policy(
         return None
     rows = grid_points(settings.max_num_seqs)
     most = max(1, min(settings.max_speculative_tokens, runner.max_model_len - 2))
-    tokens = sorted({1, 2, (most + 2) // 2, most + 1})
-    start = max(0, min(_PROFILED_CONTEXT, runner.max_model_len - tokens[-1]))
-    run = stepper(runner, start)
-    target_costs = profile(lambda b, t: run(b, t, 1), rows, tokens, time.perf_counter)
+    columns = {1, 2, (most + 2) // 2, most + 1}
+    if ragged := runner.is_ragged:
+        columns |= {n + 1 for n in (2 * most, 4 * most) if n < runner.max_model_len}
+    start = max(0, min(_PROFILED_CONTEXT, runner.max_model_len - max(columns)))
+    step, verify = stepper(runner, start), verify_stepper(runner, start)
+    run = verify if ragged else lambda b, column: step(b, column, 1)
+    target_costs = profile(run, rows, sorted(columns), time.perf_counter)
     for row in range(settings.max_num_seqs):
         runner.kv.free(row)
     if not drafts:
@@ -118,7 +141,7 @@ def build_policy(
         costs = DraftCosts(profile_draft(draft, start, rows, experts), _profile_prefill(draft))
         for row in range(settings.max_num_seqs):
             draft.kv.free(row)
-    return GoodputPolicy(StepCosts(target_costs), costs, most)
+    return GoodputPolicy(StepCosts(target_costs), costs, most, ragged=ragged)
 
 
 def _profile_prefill(draft: ModelRunner) -> PrefillCosts:

@@ -10,7 +10,7 @@ token from p. All three keep the target's output distribution, for any draft.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -183,16 +183,20 @@ def drop_non_finite(proposal: Proposal) -> tuple[Proposal, Tensor | None]:
     return proposal.truncate(lengths), truncated if bool(truncated.any()) else None
 
 
-def non_finite_positions(logits: Tensor) -> list[list[bool]] | None:
+def non_finite_positions(logits: Tensor, drafted: Sequence[int]) -> list[list[bool]] | None:
     """Flag positions whose logits give no distribution: a NaN, +inf, or nothing but -inf.
 
     Args:
-        logits: float ``[B, T, V]``.
+        logits: float ``[B, k + 1, V]``.
+        drafted: tokens per row; on CPUs positions behind them are not read.
 
     Returns:
-        T flags per row; None if there is no such position, which is much cheaper.
+        flags of the positions per row; None if there is no such one, which is much cheaper.
     """
-    if have_distributions(logits):
+    parts: Iterable[Tensor] = (logits,)
+    if logits.shape[1] > 1 and logits.device.type == "cpu":
+        parts = (row[: n + 1] for row, n in zip(logits, drafted, strict=True))
+    if all(map(have_distributions, parts)):
         return None
     broken = ~logits.amax(dim=-1).isfinite()  # amax propagates NaN
     return broken.tolist() if bool(broken.any()) else None
@@ -315,7 +319,7 @@ def rejection_sample(
         taken, final = accept_greedy(logits, proposal.token_ids, proposal.num_drafted)
         return RejectionSampleOutput(num_accepted=taken, final_tokens=final, probs=None)
     drafted = proposal.token_ids.shape[1]
-    probs = processed_probs(logits, batch)
+    probs = processed_probs(logits, batch, proposal.num_drafted)
     if batch.all_unseeded:
         return RejectionSampleOutput(*_sample_unseeded(probs, proposal, generator), probs=probs)
     tokens = _deterministic_tokens(logits, probs, batch, output_positions)

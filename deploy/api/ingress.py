@@ -20,7 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from paceline.actors.engine.grammar import tokenizer_json
-from paceline.actors.engine.request import GenerationRequest
+from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest
 from paceline.actors.engine.target_handle import TargetHandle
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.key_scope import experts_for, key_of
@@ -436,10 +436,13 @@ class Ingress:
     async def _select_routes(self, parsed: ParsedRequest) -> list[Route]:
         """A route per prompt: of the requested expert, which learns from it, or the router's.
 
-        With a scope by key, ``general`` drafts for those whose key has no experts.
+        With a scope by key, ``general`` drafts for those whose key has no experts. The router does
+        not read what nothing drafts for and nobody learns from.
         """
-        texts, key = parsed.router_texts, ""
-        expert = explicit_expert(parsed.options.speculative.draft)
+        texts, key, options = parsed.router_texts, "", parsed.options
+        expert = explicit_expert(options.speculative.draft)
+        if options.speculative.draft == DRAFT_OFF and options.store is False:
+            expert = GENERAL
         if self._settings.key_scope:
             key = "" if parsed.key is None else parsed.key.name
             expert = expert or (None if key else GENERAL)

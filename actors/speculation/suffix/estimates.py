@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 
 from paceline.actors.speculation.suffix.index import MAX_CONTINUATION, MAX_MATCH, Match
 
@@ -130,4 +131,40 @@ def choose_lengths(
             goodput = (batch + gained) / round_s(tokens, drafting)
             if rows and goodput > best:
                 best, chosen = goodput, dict(rows)
+    return chosen
+
+
+def choose_ragged_lengths(
+    expected: Mapping[int, Sequence[float]],
+    drafted: Sequence[float],
+    round_s: Callable[[int, Collection[int]], float],
+) -> dict[int, int]:
+    """The same if verification computes each row's own tokens alone.
+
+    A row's token is worth its time if it is accepted with more than the tokens that the round
+    emits in that time.
+
+    Args:
+        expected: see :func:`choose_lengths`.
+        drafted: see there.
+        round_s: seconds of a round in which so many suffix tokens of all rows are verified, and
+            the given rows draft otherwise.
+    """
+    others = [i for i, own in enumerate(drafted) if own > 0.0]
+    batch, most = len(drafted), sum(len(own) - 1 for own in expected.values())
+    best = _WORTH * (batch + sum(drafted)) / round_s(0, others)
+    token_s = (round_s(most, ()) - round_s(0, ())) / most
+    chosen: dict[int, int] = {}
+    for drafting in (others, []) if others else ([],):
+        lengths, least = {}, best * token_s
+        for i, own in expected.items():
+            reached = [after - before for before, after in pairwise(own)]
+            tokens = next((n for n, p in enumerate(reached) if p <= least), len(reached))
+            if own[tokens] > (drafted[i] if i in drafting else 0.0):
+                lengths[i] = tokens
+        left = [i for i in drafting if i not in lengths]
+        gained = sum(expected[i][n] for i, n in lengths.items()) + sum(drafted[i] for i in left)
+        goodput = (batch + gained) / round_s(sum(lengths.values()), left)
+        if lengths and goodput > best:
+            best, chosen = goodput, lengths
     return chosen

@@ -82,6 +82,25 @@ def test_a_longer_neighbour_changes_nothing(runner: ModelRunner) -> None:
     assert torch.equal(runner.forward([0, 1], tokens, positions, 106)[:1], alone)
 
 
+def test_verification_of_own_tokens_alone_has_the_bits_of_a_padded_one(runner: ModelRunner) -> None:
+    assert runner.is_ragged
+    drafted, start, span = torch.tensor([2, 0, 5, 1]), 20, 26
+    rows, own = [3, 1, 4, 0], torch.arange(6) <= drafted[:, None]
+    tokens = torch.randint(5, 4000, (4, 26), generator=torch.Generator().manual_seed(7))
+    for row, ids in zip(rows, tokens.tolist(), strict=True):
+        runner.prefill(row, ids[:start], 0)
+    positions = torch.arange(start, span).expand(4, -1)
+    padded = runner.forward(rows, tokens[:, start:], positions, span)
+    ragged = runner.verify(rows, tokens[:, start:], positions, span, drafted)
+    assert torch.equal(ragged[own], padded[own])
+    assert not ragged[~own].any()
+    # The keys of the verified tokens are there for what follows.
+    after = torch.full((1, 1), start + 6)
+    found = runner.forward([4], tokens[:1, :1], after, span + 1)
+    runner.forward([4], tokens[2:3, start:], positions[2:3], span)
+    assert torch.equal(found, runner.forward([4], tokens[:1, :1], after, span + 1))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_answers_do_not_depend_on_speculation_neighbours_prefixes_or_a_second_try(
     dtype: str,

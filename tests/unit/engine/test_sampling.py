@@ -129,6 +129,24 @@ def test_only_what_filtered_rows_keep_follows() -> None:
     assert torch.equal(narrow.dense(3000), whole[::2])
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_padding_behind_drafts_is_not_filtered(mixed: bool) -> None:
+    logits = torch.randn(3, 4, 500, generator=torch.Generator().manual_seed(3))
+    params = [
+        SamplingParams(9, top_p=0.5),
+        SamplingParams(9, top_k=7),
+        SamplingParams(9, min_p=0.1),
+    ]
+    if mixed:
+        params[1] = SamplingParams(9)
+    batch, drafted = make_sampling_batch(params, "cpu"), torch.tensor([0, 3, 1])
+    own = torch.arange(4) <= drafted[:, None]
+    whole = processed_probs(logits, batch).dense(500)
+    padded = logits.masked_fill(~own[..., None], torch.nan)  # it would be an error, or wide
+    found = processed_probs(padded, batch, drafted).dense(500)
+    assert torch.equal(found[own], whole[own])
+
+
 def test_draw_never_draws_a_zero() -> None:
     weights = torch.tensor([0.0, 1e-30, 0.0]).expand(1000, 3)
     drawn = draw(weights, torch.Generator().manual_seed(0))

@@ -705,3 +705,39 @@ def test_forced_tokens_are_verified_as_far_as_they_pay() -> None:
     assert policy.verify_tokens(16, 3, [6]) == 3
     assert policy.verify_tokens(16, 0, [6] * 16) == 6
     assert policy.verify_tokens(1, 2, []) == 2
+
+
+def ragged_policy() -> GoodputPolicy:
+    """A target whose forward costs as all tokens that it verifies."""
+    target = costs(lambda rows, column: 0.009 + 0.001 * (rows + column), (1, 2, 5, 9, 33))
+    return GoodputPolicy(target, draft_costs(), MAX, ragged=True)
+
+
+def test_in_a_ragged_round_a_row_pays_for_its_own_tokens_alone() -> None:
+    padded, ragged = make_policy(), ragged_policy()
+    assert [policy.column([0, 3, 1]) for policy in (padded, ragged)] == [4, 5]
+    assert [policy.column([]) for policy in (padded, ragged)] == [1, 1]
+    assert ragged.round_seconds(8, 3, {}, 0) == pytest.approx(0.010 + 0.001 * 11)
+    group, k = DraftGroup("a"), 2
+    for _ in range(400):  # one of two drafted tokens, always
+        ragged.observe_acceptance(group, k, 1, 0)
+    seconds = ragged.round_seconds(8, 3, {group: 4}, k)
+    verified = 0.010 + 0.001 * (8 + 4 + 3)
+    assert seconds == pytest.approx(verified + draft_s(4, 1), rel=0.1)
+
+
+def test_one_row_of_many_drafts_where_verification_is_ragged() -> None:
+    """Its tokens are hardly ever rejected: worth a token of time each, but not one of every row."""
+    good, poor = DraftGroup("good"), DraftGroup("poor")
+    padded_s = costs(lambda rows, column: 0.010 + 0.001 * rows * column, (1, 2, 5, 9))
+    padded = GoodputPolicy(padded_s, draft_costs(), MAX)
+    found = []
+    for policy in (padded, ragged_policy()):
+        for _ in range(400):
+            policy.observe_acceptance(good, 4, 4, 4)
+            policy.observe_acceptance(poor, 4, 4, 0)
+        for _ in range(50):
+            policy.choose({good: 1, poor: 3})
+        found.append((policy.current_k("good"), policy.current_k("poor")))
+    assert found[0][1] == found[1][1] == 0
+    assert found[1][0] > found[0][0]

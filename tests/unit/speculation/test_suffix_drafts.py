@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from distributions import chi_square, law_of_tokens
 from engines import TOKENIZER, engine_of, request, run, served, tokens_of
 from grammars import json_grammar
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher
 from pools import attached, pool_engine, serving
 from tiny_models import tiny_llama
@@ -29,6 +32,7 @@ from paceline.actors.speculation.suffix.estimates import (
     SuffixEstimate,
     bin_of,
     choose_lengths,
+    choose_ragged_lengths,
 )
 from paceline.actors.speculation.suffix.store import SuffixStore
 
@@ -392,3 +396,38 @@ def test_the_longest_round_is_chosen_that_pays(
         return 1.0 + row_s * len(drafted) * columns + (draft_s if drafting else 0.0)
 
     assert choose_lengths(expected, drafted, round_s) == chosen
+
+
+chances = st.lists(st.floats(0.05, 0.99), min_size=1, max_size=3)
+
+
+@given(
+    st.dictionaries(st.integers(0, 3), chances, min_size=1),
+    st.lists(st.sampled_from([0.0, 0.3, 1.5]), min_size=4, max_size=8),
+    st.floats(0.005, 0.3),
+    st.sampled_from([0.0, 0.2]),
+)
+@settings(deadline=None)
+def test_each_row_verifies_what_pays_by_itself(
+    reached: dict[int, list[float]], drafted: list[float], token_s: float, draft_s: float
+) -> None:
+    """Never a loss, and without drafts of a model within a few per cent of the best there is."""
+    expected = {i: [0.0, *itertools.accumulate(itertools.accumulate(own, operator.mul))]
+                for i, own in reached.items()}  # fmt: skip
+
+    def round_s(tokens: int, drafting: Collection[int]) -> float:
+        return 1.0 + token_s * (tokens + 2 * len(drafting)) + (draft_s if drafting else 0.0)
+
+    def goodput(chosen: dict[int, int]) -> float:
+        left = [i for i, own in enumerate(drafted) if own and i not in chosen]
+        gained = sum(expected[i][n] for i, n in chosen.items()) + sum(drafted[i] for i in left)
+        return (len(drafted) + gained) / round_s(sum(chosen.values()), left)
+
+    chosen = choose_ragged_lengths(expected, drafted, round_s)
+    if not any(drafted):
+        assert goodput(chosen) >= goodput({})
+        ways = itertools.product(*(range(len(own)) for own in expected.values()))
+        best = max(goodput(dict(zip(expected, way, strict=True))) for way in ways)
+        assert goodput(chosen) >= 0.93 * best
+    if chosen:
+        assert all(0 < n < len(expected[i]) for i, n in chosen.items())

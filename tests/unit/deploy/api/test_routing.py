@@ -238,17 +238,20 @@ def test_replay_is_kept_by_topic_whoever_drafts(
                 await post(speculative={"draft": "sql"}),
                 await post(speculative={"draft": "general@0"}),
                 await post(store=False),
+                await post(speculative={"draft": "off"}),
+                await post(speculative={"draft": "off"}, store=False),  # nobody asks for its topic
             ]
             status = (await http.get("/v1/paceline/status")).json()
-        await until(lambda: len(kept.shards["sql"]) == 4)
+        await until(lambda: len(kept.shards["sql"]) == 5)
         assert status["routing"]["weights"] == AGAINST_SQL.weights
-        assert status["routed"] == {"sql": {"sql": 1, "general": 3}}
+        assert status["routed"] == {"sql": {"sql": 1, "general": 4}}
         return found
 
     found = [(figures["topic"], figures["draft"]) for figures in asyncio.run(ask())]
-    drafts = ["sql", "general", "sql", "general@0", "general"]
-    assert found == [("sql", draft) for draft in drafts]
-    assert [record.expert for record in kept.shards["sql"]] == drafts[:-1]
+    drafts = ["sql", "general", "sql", "general@0", "general", "off"]
+    assert found == [*(("sql", draft) for draft in drafts), ("general", "off")]
+    recorded = [record.expert for record in kept.shards["sql"]]
+    assert recorded == ["sql", "general", "sql", "general@0", "off"]
     assert kept.shards["general"] == []
     assert [r.request_id for r in kept.offered] == [r.request_id for r in kept.shards["sql"]]
     assert target._loop.stats().draft_failures == 0
