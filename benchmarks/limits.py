@@ -4,8 +4,9 @@
 
 Two limits are measured in the same run: reading memory from end to end, and products in registers
 (dot products of bfloat16 where the processor has them, else of floats). A forward must read every
-weight once, as it is packed, and multiply it with every row; attention and all else is not counted,
-so the share of the limit is a lower bound. Each time is the best of several, all sizes in turns.
+weight once, as it is packed, and multiply it with every row, and read the keys and values of every
+row's context; all else is not counted, so the share of the limit is a lower bound. Each time is the
+best of several, all sizes in turns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +34,6 @@ from paceline.actors.speculation.profiling import stepper
 _SOURCE = Path(__file__).with_name("limits.cpp")
 _READ = 2**29  # bytes, more than any cache
 _ROUNDS = 2_000_000
-_CONTEXT = 96  # cached positions of a row that decodes
 # (rows, new tokens of each): decoding, rounds that verify drafts, prompts
 SIZES = ((1, 1), (1, 4), (2, 1), (4, 1), (8, 1), (16, 1), (8, 3), (1, 64), (1, 128))
 
@@ -81,19 +81,31 @@ class Limits:
         return self._rate(read)
 
 
-def row_of(
-    rows: int, tokens: int, seconds: float, needs: tuple[float, float, float]
-) -> dict[str, Any]:
+class Needs(NamedTuple):
+    """What a forward needs at least.
+
+    Attributes:
+        token_s: seconds of a token's products.
+        weights_s: seconds of reading the weights.
+        row_s: seconds of reading a row's keys and values.
+    """
+
+    token_s: float
+    weights_s: float
+    row_s: float
+
+
+def row_of(rows: int, tokens: int, seconds: float, needs: Needs) -> dict[str, Any]:
     """A line of the table.
 
     Args:
         rows: of the batch.
         tokens: new ones of each row.
         seconds: of the forward.
-        needs: operations per token; seconds that reading the weights takes; operations per second.
+        needs: see Needs.
     """
-    operations, read_s, flops = needs
-    compute_s = rows * tokens * operations / flops
+    compute_s = rows * tokens * needs.token_s
+    read_s = needs.weights_s + rows * needs.row_s
     return {
         "rows": rows,
         "tokens": tokens,
@@ -108,19 +120,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
     parser = arguments(__doc__, "target", "dtype", "threads", "out", target="smollm2", threads=2)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--context", type=int, default=96, help="cached positions of each row")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     device = torch.device("cpu")
     path = find_models(options.target)[0]
     model = load_causal_lm(path, resolve_dtype(options.dtype, device), device)
     most_rows, most = max(r for r, _ in SIZES), max(t for _, t in SIZES)
-    runner = ModelRunner([model], most_rows, _CONTEXT + most)
+    runner = ModelRunner([model], most_rows, options.context + most)
     if not isinstance(runner.decoder, FusedDecoder):
         raise SystemExit(f"{options.target} is not run by the C++ kernels")
     linears = list(runner.decoder.linears())
     operations = 2.0 * sum(own.weight[0].numel() for own in linears)
     nbytes = sum(own.packed(0).packed.nbytes for own in linears)
-    before, limits, run = machine(), Limits(options.threads), stepper(runner, _CONTEXT)
+    before, limits, run = machine(), Limits(options.threads), stepper(runner, options.context)
     flops = bandwidth = 0.0
     best = dict.fromkeys(SIZES, float("inf"))
     with torch.inference_mode():
@@ -133,7 +146,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 best[rows, tokens] = min(best[rows, tokens], time.perf_counter() - began)
                 for row in range(rows):
                     runner.kv.free(row)
-    needs = operations, nbytes / bandwidth, flops
+    cached = (*runner.kv.keys, *runner.kv.values)
+    row_bytes = options.context * sum(part[0, 0].nbytes for part in cached)
+    needs = Needs(operations / flops, nbytes / bandwidth, row_bytes / bandwidth)
     table = [row_of(rows, tokens, seconds, needs) for (rows, tokens), seconds in best.items()]
     figures = {
         "machine": before,

@@ -16,8 +16,8 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.mark.parametrize(("tokens", "share"), [(1, 0.5), (4, 0.8)])
 def test_the_limit_is_whichever_takes_longer(tokens: int, share: float) -> None:
-    # weights are read in 1 s; a token takes 0.2 s of products
-    row = limits.row_of(2, tokens, 2.0, (1e9, 1.0, 5e9))
+    # weights are read in 0.8 s, a row's context in 0.1; a token takes 0.2 s of products
+    row = limits.row_of(2, tokens, 2.0, limits.Needs(0.2, 0.8, 0.1))
     assert row["of_limit"] == pytest.approx(share)
     assert (row["reading_ms"], row["products_ms"]) == pytest.approx((1000.0, 400.0 * tokens))
 
