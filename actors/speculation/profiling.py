@@ -48,19 +48,21 @@ def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None
 def verify_stepper(runner: ModelRunner, context: int) -> Callable[[int, int], None]:
     """``run(rows, column)``: one verification behind ``context`` positions.
 
-    The column is that of a ragged GoodputPolicy: drafted tokens, spread over the rows.
+    The column is GoodputPolicy's; drafted tokens of a ragged one are spread over the rows.
     """
 
     def run(rows: int, column: int) -> None:
-        drafted = [(column - 1 + i) // rows for i in range(rows)]
+        drafted = [column - 1] * rows
+        if runner.is_ragged:
+            drafted = [(column - 1 + i) // rows for i in range(rows)]
         most = max(drafted) + 1
-        for row in range(rows):
+        for row in range(rows):  # if memory is short, some rows read the padding block
             runner.kv.allocate(row, context + most)
-        positions = (context + torch.arange(most)).expand(rows, -1)
-        ids = torch.zeros(rows, most, dtype=torch.int64)
-        of_rows = torch.tensor(drafted)
-        logits = runner.verify(range(rows), ids, positions, context + most, of_rows)
-        most_probable(logits).tolist()
+        positions = (context + torch.arange(most, device=runner.device)).expand(rows, -1)
+        ids = torch.zeros(rows, most, dtype=torch.int64, device=runner.device)
+        num_drafted = torch.tensor(drafted, device=runner.device)
+        logits = runner.verify(range(rows), ids, positions, context + most, num_drafted)
+        most_probable(logits).tolist()  # waits for the device
 
     return run
 
@@ -120,11 +122,10 @@ def build_policy(
     rows = grid_points(settings.max_num_seqs)
     most = max(1, min(settings.max_speculative_tokens, runner.max_model_len - 2))
     columns = {1, 2, (most + 2) // 2, most + 1}
-    if ragged := runner.is_ragged:
+    if runner.is_ragged:
         columns |= {n + 1 for n in (2 * most, 4 * most) if n < runner.max_model_len}
     start = max(0, min(_PROFILED_CONTEXT, runner.max_model_len - max(columns)))
-    step, verify = stepper(runner, start), verify_stepper(runner, start)
-    run = verify if ragged else lambda b, column: step(b, column, 1)
+    run = verify_stepper(runner, start)
     target_costs = profile(run, rows, sorted(columns), time.perf_counter)
     for row in range(settings.max_num_seqs):
         runner.kv.free(row)
@@ -141,7 +142,7 @@ def build_policy(
         costs = DraftCosts(profile_draft(draft, start, rows, experts), _profile_prefill(draft))
         for row in range(settings.max_num_seqs):
             draft.kv.free(row)
-    return GoodputPolicy(StepCosts(target_costs), costs, most, ragged=ragged)
+    return GoodputPolicy(StepCosts(target_costs), costs, most, ragged=runner.is_ragged)
 
 
 def _profile_prefill(draft: ModelRunner) -> PrefillCosts:

@@ -319,9 +319,8 @@ class Traffic:
         """Serve a block's requests by a variant's server."""
         requests = self._planned(block.trace, self._arrivals(block), start, variant)
         server = self._server(variant)
-        if (
-            variant not in self._taught and self.options.lesson
-        ):  # its rate hangs on plain's capacity
+        # Not with the start: the lesson's rate hangs on plain's capacity.
+        if variant not in self._taught and self.options.lesson:
             self._teach(server, variant)
         self._taught.add(variant)
         before = decisions_of(server.state_dir)

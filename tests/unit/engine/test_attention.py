@@ -34,6 +34,11 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param  # type: ignore[no-any-return]
 
 
+def has_dot_products() -> bool:
+    """Whether the kernels arrange bfloat16 for the processor's dot products."""
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
 class Case:
     """Rows of different lengths, whose blocks lie between each other's, and new tokens."""
 
@@ -88,16 +93,29 @@ class Case:
                 qkv = torch.cat((query, *cached), dim=1).flatten(1)[None]
                 self.attend([row], torch.tensor([0]), qkv)
 
-    def check(self, found: Tensor, window: int | None) -> None:
-        """``[B, T, heads, dim]`` is right."""
+    def stored_keys(self, row: int, *, native: bool) -> Tensor:
+        """``[positions, kv_heads, dim]`` of a row's blocks."""
+        blocks = self.kv.keys[0][self.kv.block_tables[row].long()]
+        count, size, heads, dim = blocks.shape
+        if native and self.k.dtype is torch.bfloat16 and dim % 32 == 0 and has_dot_products():
+            words = blocks.reshape(count, heads, size // 16, dim // 2, 16, 2)
+            blocks = words.permute(0, 2, 4, 1, 3, 5)
+        elif native:
+            blocks = blocks.reshape(count, heads, size, dim).transpose(1, 2)
+        return blocks.reshape(-1, heads, dim)
+
+    def check(self, found: Tensor, window: int | None, *, native: bool) -> None:
+        """``[B, T, heads, dim]`` is right, and so is what was stored."""
         tolerance = 1e-5 if found.dtype is torch.float32 else 0.02
-        for row, cached in enumerate(self.cached):
+        for row, (behind, cached) in enumerate(zip(BEHIND, self.cached, strict=True)):
             k, v = (
                 torch.cat((old, new[row]))
                 for old, new in zip(cached, (self.k, self.v), strict=True)
             )
             wanted = plain(self.q[row], k, v, window)
             torch.testing.assert_close(found[row].double(), wanted, rtol=tolerance, atol=tolerance)
+            stored = self.stored_keys(row, native=native)[: behind + self.steps]
+            assert torch.equal(stored, k)
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 64])
@@ -109,7 +127,7 @@ def test_gathered_blocks(
     case = Case(heads, 24, steps, dtype)
     case.write_cached()
     parts = (part.transpose(1, 2) for part in (case.q, case.k, case.v))
-    case.check(attend(case.step, 0, *parts, 0.3, window), window)
+    case.check(attend(case.step, 0, *parts, 0.3, window), window, native=False)
 
 
 def attend_natively(
@@ -156,7 +174,7 @@ def test_the_kernel(
     case.attend_to_cached()
     qkv = torch.cat((case.q, case.k, case.v), dim=2).flatten(2)
     found = case.attend([0, 1, 2], torch.tensor(BEHIND), qkv, window=window)
-    case.check(found.view(ROWS, steps, heads[0], dim), window)
+    case.check(found.view(ROWS, steps, heads[0], dim), window, native=True)
 
 
 @pytest.mark.parametrize("window", [None, 20])
