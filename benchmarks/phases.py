@@ -79,6 +79,7 @@ def watched(engine: Engine) -> Iterator[PhaseClock]:
         (DraftRunner, "propose", lambda _: PROPOSE),
         (ModelRunner, "prefill", lambda _: PREFILL),
         (ModelRunner, "forward", forward_of),
+        (ModelRunner, "verify", forward_of),
         (EagleRunner, "step", lambda _: DRAFT),
         (EagleRunner, "draft_greedy", lambda _: DRAFT),
         (engine_module, "rejection_sample", lambda _: SAMPLE),

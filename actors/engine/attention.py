@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, registered in transformers' attention interface.
 
 The model computes queries, keys and values of the new tokens; :func:`paceline_attention` writes
-keys and values into the cache and attends over its blocks, so that one forward serves a ragged
-batch.
+keys and values into the cache and attends over its blocks, so that one forward serves rows
+of any lengths.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models with their KV cache: one forward over a ragged batch."""
+"""Models with their KV cache: one forward over rows of any lengths."""
 
 from __future__ import annotations
 
@@ -180,10 +180,11 @@ class ModelRunner:
             logits ``[B, k + 1, V]``; those of padding are of any token, or zeros.
         """
         counts = (num_drafted + 1).tolist() if self.is_ragged else []
-        if len(set(counts)) < 2:
+        if not counts or sum(counts) == token_ids.numel():
             return self.forward(rows, token_ids, positions, span)
         own = torch.arange(token_ids.shape[1]) <= num_drafted[:, None]
-        # A token is a row of its own, which all kernels allow: they store keys before they read.
+        # A token is a row of its own, which all kernels allow: they store keys before they read,
+        # and read what neighbouring tokens of one row attend to once.
         of_tokens = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
         logits = self.forward(of_tokens, token_ids[own][:, None], positions[own][:, None], span)
         padded = logits.new_zeros(own.numel(), self.vocab_size)

@@ -201,33 +201,47 @@ def processed_probs(
     Args:
         logits: float ``[B, T, V]``, after :func:`process_logits`.
         batch: parameters of the B rows.
-        num_drafted: int64 ``[B]``; on CPUs what lies behind a row's own tokens is not filtered.
+        num_drafted: int64 ``[B]``; on CPUs what lies behind a row's own tokens is left out.
 
     Returns:
-        ``[B, T, K]``; a greedy row gets its most probable token, and padding any.
+        ``[B, T, K]``; a greedy row gets its most probable token, and padding anything.
     """
     rows, steps, vocab = logits.shape
-    flat, params = logits.flatten(0, 1), (batch.top_p, batch.top_k, batch.min_p, batch.temperature)
+    flat, everyone = logits.flatten(0, 1), torch.arange(rows, device=logits.device)
+    at = own_positions(everyone, steps, num_drafted)
+    own = flat if len(at) == len(flat) else flat[at]
+    params = [part[at // steps] for part in (batch.top_p, batch.top_k, batch.min_p)]
+    temperature = batch.temperature[at // steps]
     if batch.all_filtered:
-        at = _own_positions(torch.arange(rows, device=flat.device), steps, num_drafted)
-        own = flat if len(at) == len(flat) else flat[at]
-        kept = _filter(own, [part[at // steps] for part in params])
+        found = _filter(own, [*params, temperature])
+    else:
+        found = TargetProbs(torch.softmax(own.float() / temperature[:, None], dim=-1))
+    if batch.any_filter and not batch.all_filtered:
+        places = torch.searchsorted(at, own_positions(batch.filtered_rows, steps, num_drafted))
+        kept = _filter(own[places], [part[places] for part in (*params, temperature)])
+        found.probs.index_copy_(0, places, kept.dense(vocab))
 
-        def padded(part: Tensor) -> Tensor:
-            whole = part.new_zeros(rows * steps, part.shape[-1])
-            return whole.index_copy_(0, at, part).view(rows, steps, -1)
+    def padded(part: Tensor) -> Tensor:
+        if len(part) < len(flat):
+            # All tokens of padding, which nobody reads, are too many to fill.
+            make = part.new_empty if part.shape[-1] == vocab else part.new_zeros
+            part = make(len(flat), part.shape[-1]).index_copy_(0, at, part)
+        return part.view(rows, steps, -1)
 
-        return TargetProbs(padded(kept.probs), None if kept.ids is None else padded(kept.ids))
-    probs = torch.softmax(logits.float() / batch.temperature[:, None, None], dim=-1)
-    if batch.any_filter:
-        at = _own_positions(batch.filtered_rows, steps, num_drafted)
-        kept = _filter(flat[at], [part[at // steps] for part in params])
-        probs.view(-1, vocab).index_copy_(0, at, kept.dense(vocab))
-    return TargetProbs(probs)
+    return TargetProbs(padded(found.probs), None if found.ids is None else padded(found.ids))
 
 
-def _own_positions(rows: Tensor, steps: int, num_drafted: Tensor | None) -> Tensor:
-    """Positions of rows among all rows' ``steps`` each, on CPUs without padding; int64 ``[N]``."""
+def own_positions(rows: Tensor, steps: int, num_drafted: Tensor | None) -> Tensor:
+    """Positions of rows among all rows' ``steps`` each, on CPUs without padding.
+
+    Args:
+        rows: int64, ascending, of B.
+        steps: T.
+        num_drafted: int64 ``[B]``; None: nothing is padding.
+
+    Returns:
+        int64 ``[N]`` of B * T, ascending.
+    """
     each = torch.arange(steps, device=rows.device)
     at = rows[:, None] * steps + each
     if num_drafted is None or steps == 1 or rows.device.type != "cpu":

@@ -304,13 +304,16 @@ class GoodputPolicy:
             drafted: most tokens that a row drafted; never less.
             forced: tokens of each row that has forced ones, with those that it drafted.
         """
+        most = max([drafted, *forced])
+        if self.ragged:  # a token that is accepted for certain pays wherever it costs no padding
+            return most
 
         def goodput(tokens: int) -> float:
             certain = [min(own, tokens) for own in forced]
-            seconds = self._target.seconds(rows, self.column([drafted, *certain]))
+            seconds = self._target.seconds(rows, tokens + 1)
             return (rows + sum(certain)) / seconds
 
-        return max(range(drafted, max([drafted, *forced]) + 1), key=goodput)
+        return max(range(drafted, most + 1), key=goodput)
 
     def plain_decode_seconds(self, rows: int, tokens: int) -> float:
         """Expected seconds of plain decoding for ``tokens`` tokens, ``rows`` at a time."""
@@ -337,7 +340,7 @@ class GoodputPolicy:
 
         Args:
             rows: B.
-            tokens: so many, of the rows that do not draft if it is ragged, else of each row.
+            tokens: so many of each row; if it is ragged, of all rows that do not draft together.
             drafting: rows per group that draft ``k`` tokens.
             k: their limit.
         """
@@ -440,29 +443,29 @@ class GoodputPolicy:
         return (batch + gained) / seconds
 
     def _drafting_round_s(
-        self, k: int, drafting: Mapping[DraftGroup, int], batch: int, others: int = 0
+        self, k: int, drafting: Mapping[DraftGroup, int], batch: int, tokens: int = 0
     ) -> float:
         """Expected seconds of a round: drafting is as long as the longest draft of its rows.
 
-        ``others`` are the tokens of :meth:`round_seconds`.
+        ``tokens`` are those of :meth:`round_seconds`.
         """
         own, experts = sum(drafting.values()), len({group.draft for group in drafting})
         lengths = [(self._estimate(group).drafts_at_least(), n) for group, n in drafting.items()]
         shorter = seconds = 0.0
-        for tokens in range(1, k + 1):
+        for longest in range(1, k + 1):
             # That no row drafts more.
             within = (
-                1.0 if tokens == k else math.prod((1.0 - p[tokens + 1]) ** n for p, n in lengths)
+                1.0 if longest == k else math.prod((1.0 - p[longest + 1]) ** n for p, n in lengths)
             )
             if within > shorter:
-                of_length = self._target.pace * self._draft.seconds(own, experts, tokens)
+                of_length = self._target.pace * self._draft.seconds(own, experts, longest)
                 if not self.ragged:
-                    of_length += self._target.seconds(batch, max(tokens, others) + 1)
+                    of_length += self._target.seconds(batch, max(longest, tokens) + 1)
                 seconds += (within - shorter) * of_length
                 shorter = within
         if self.ragged:
             drafted = sum(n * sum(p[1 : k + 1]) for p, n in lengths)
-            seconds += self._target.seconds_between(batch, 1.0 + drafted + others)
+            seconds += self._target.seconds_between(batch, 1.0 + drafted + tokens)
         return seconds
 
     def _verify_s(self, batch: int, own: int, tokens: int) -> float:

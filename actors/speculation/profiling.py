@@ -34,10 +34,7 @@ def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None
     """``run(rows, tokens, experts)``: one forward behind ``context`` cached positions."""
 
     def run(rows: int, tokens: int, experts: int) -> None:
-        for row in range(rows):  # if memory is short, some rows read the padding block
-            runner.kv.allocate(row, context + tokens)
-        positions = (context + torch.arange(tokens, device=runner.device)).expand(rows, -1)
-        ids = torch.zeros(rows, tokens, dtype=torch.int64, device=runner.device)
+        ids, positions = _new_tokens(runner, rows, context, tokens)
         layout = ExpertLayout([i % experts for i in range(rows)], runner.device)
         logits = runner.forward(range(rows), ids, positions, context + tokens, layout=layout)
         most_probable(logits).tolist()  # waits for the device
@@ -45,23 +42,22 @@ def stepper(runner: ModelRunner, context: int) -> Callable[[int, int, int], None
     return run
 
 
-def verify_stepper(runner: ModelRunner, context: int) -> Callable[[int, int], None]:
+def verify_stepper(runner: ModelRunner, context: int, most: int) -> Callable[[int, int], None]:
     """``run(rows, column)``: one verification behind ``context`` positions.
 
-    The column is GoodputPolicy's; drafted tokens of a ragged one are spread over the rows.
+    The column is GoodputPolicy's; of a ragged one's drafted tokens the first rows have ``most``
+    each, the others none.
     """
 
     def run(rows: int, column: int) -> None:
         drafted = [column - 1] * rows
         if runner.is_ragged:
-            drafted = [(column - 1 + i) // rows for i in range(rows)]
-        most = max(drafted) + 1
-        for row in range(rows):  # if memory is short, some rows read the padding block
-            runner.kv.allocate(row, context + most)
-        positions = (context + torch.arange(most, device=runner.device)).expand(rows, -1)
-        ids = torch.zeros(rows, most, dtype=torch.int64, device=runner.device)
+            own = max(most, -(-(column - 1) // rows))
+            drafted = [min(max(column - 1 - i * own, 0), own) for i in range(rows)]
+        tokens = max(drafted) + 1
+        ids, positions = _new_tokens(runner, rows, context, tokens)
         num_drafted = torch.tensor(drafted, device=runner.device)
-        logits = runner.verify(range(rows), ids, positions, context + most, num_drafted)
+        logits = runner.verify(range(rows), ids, positions, context + tokens, num_drafted)
         most_probable(logits).tolist()  # waits for the device
 
     return run
@@ -71,13 +67,10 @@ def rollout_stepper(runner: ModelRunner, context: int) -> Callable[[int, int], N
     """``run(rows, experts)``: ``_ROLLOUT`` draft steps at once behind ``context`` positions."""
 
     def run(rows: int, experts: int) -> None:
-        for row in range(rows):
-            runner.kv.allocate(row, context + 1 + _ROLLOUT)
-        positions = (context + torch.arange(2, device=runner.device)).expand(rows, -1)
-        ids = torch.zeros(rows, 2, dtype=torch.int64, device=runner.device)
+        ids, positions = _new_tokens(runner, rows, context, 1 + _ROLLOUT)
         layout = ExpertLayout([i % experts for i in range(rows)], runner.device)
-        span = context + 1 + _ROLLOUT
-        drafted = runner.rollout(range(rows), ids, positions, span, _ROLLOUT, layout)
+        new, span = (ids[:, :2], positions[:, :2]), context + 1 + _ROLLOUT
+        drafted = runner.rollout(range(rows), *new, span, _ROLLOUT, layout)
         if drafted is None:  # no graph was recorded: each step is a forward
             forward = stepper(runner, context)
             for _ in range(_ROLLOUT):
@@ -86,6 +79,16 @@ def rollout_stepper(runner: ModelRunner, context: int) -> Callable[[int, int], N
             drafted[0].tolist()  # waits for the device
 
     return run
+
+
+def _new_tokens(
+    runner: ModelRunner, rows: int, context: int, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """So many token ids per row and their positions behind ``context``, for which it has blocks."""
+    for row in range(rows):  # if memory is short, some rows read the padding block
+        runner.kv.allocate(row, context + tokens)
+    positions = (context + torch.arange(tokens, device=runner.device)).expand(rows, -1)
+    return torch.zeros(rows, tokens, dtype=torch.int64, device=runner.device), positions
 
 
 def profile_draft(
@@ -125,7 +128,7 @@ def build_policy(
     if runner.is_ragged:
         columns |= {n + 1 for n in (2 * most, 4 * most) if n < runner.max_model_len}
     start = max(0, min(_PROFILED_CONTEXT, runner.max_model_len - max(columns)))
-    run = verify_stepper(runner, start)
+    run = verify_stepper(runner, start, most)
     target_costs = profile(run, rows, sorted(columns), time.perf_counter)
     for row in range(settings.max_num_seqs):
         runner.kv.free(row)

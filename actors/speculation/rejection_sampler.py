@@ -20,7 +20,13 @@ from torch import Tensor
 
 from paceline.actors.engine.gumbel import gumbel, stream_key
 from paceline.actors.engine.logits_processors import TokenCounts, TokenMasks, process_logits
-from paceline.actors.engine.sampling import SamplingBatch, TargetProbs, draw, processed_probs
+from paceline.actors.engine.sampling import (
+    SamplingBatch,
+    TargetProbs,
+    draw,
+    own_positions,
+    processed_probs,
+)
 from paceline.actors.engine.top_tokens import (
     accept_greedy,
     have_distributions,
@@ -247,20 +253,24 @@ def residual(target_probs: Tensor, support_ids: Tensor, support_probs: Tensor) -
 
 
 def _deterministic_tokens(
-    logits: Tensor, probs: TargetProbs, batch: SamplingBatch, output_positions: Tensor
+    logits: Tensor,
+    probs: TargetProbs,
+    batch: SamplingBatch,
+    output_positions: Tensor,
+    num_drafted: Tensor,
 ) -> Tensor:
     """The target's token at every position of greedy and seeded rows, int64 ``[B, T]``."""
     tokens = most_probable(logits)
     if not batch.any_seeded:
         return tokens
-    rows = batch.seeded_rows
     steps, vocab = logits.shape[1:]
-    positions = output_positions[rows, None] + torch.arange(steps, device=logits.device)
-    keys = stream_key(batch.seeds[rows, None], positions, batch.choices[rows, None])
-    own = probs[rows]
+    at = own_positions(batch.seeded_rows, steps, num_drafted)
+    rows, step = at // steps, at % steps
+    keys = stream_key(batch.seeds[rows], output_positions[rows] + step, batch.choices[rows])
+    own = probs[rows, step]
     ids = torch.arange(vocab, device=logits.device) if own.ids is None else own.ids
     scores = own.probs.double().log() + gumbel(keys, ids)
-    tokens[rows] = own.tokens(scores.argmax(dim=-1))
+    tokens[rows, step] = own.tokens(scores.argmax(dim=-1))
     return tokens
 
 
@@ -322,7 +332,7 @@ def rejection_sample(
     probs = processed_probs(logits, batch, proposal.num_drafted)
     if batch.all_unseeded:
         return RejectionSampleOutput(*_sample_unseeded(probs, proposal, generator), probs=probs)
-    tokens = _deterministic_tokens(logits, probs, batch, output_positions)
+    tokens = _deterministic_tokens(logits, probs, batch, output_positions, proposal.num_drafted)
     inside = torch.arange(drafted, device=logits.device) < proposal.num_drafted[:, None]
     num_accepted = leading_true((tokens[:, :drafted] == proposal.token_ids) & inside)
     final = tokens.gather(-1, num_accepted[:, None]).squeeze(-1)

@@ -106,13 +106,13 @@ def measure(fleet: Fleet, peers: Sequence[Peer], cell: Cell, block: Block, token
     fleet.keep([peer.name for peer in able])
     for peer in rotation(able, block.number):
         try:
-            found[peer.name] = _figures(fleet.run(peer.name, work))
+            found[peer.name] = _figures(*fleet.run(peer.name, work))
         except PeerError as error:
             found[peer.name] = {"failed": str(error)}
     return {"topic": block.topic, "peers": found}
 
 
-def _figures(replies: Sequence[Reply]) -> dict[str, Any]:
+def _figures(replies: Sequence[Reply], spent: Mapping[str, float]) -> dict[str, Any]:
     """Figures of a block: seconds from the first sending to the last event, and per request."""
     ends = [reply.last for reply in replies if reply.last is not None]
     waits = np.array([wait for reply in replies for wait in reply.waits_s])
@@ -123,6 +123,7 @@ def _figures(replies: Sequence[Reply]) -> dict[str, Any]:
         "tpot_s": [round(reply.tpot_s, 6) for reply in replies],
         "longest_waits_s": np.sort(waits)[::-1][: max(len(waits) // 50, 1)].round(5).tolist(),
         "waits": len(waits),
+        "processor_s": {role: used for role, used in spent.items() if used},
     }
 
 
@@ -192,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for cell in figures["cells"]:
         title = f"{cell['in_flight']} in flight, temperature {cell['temperature']:g}"
         show(title, report.rows(cell))
+        show(f"{title}: processor time per answer, ms", report.processor_rows(cell))
     if wanted := report.bars(figures["cells"]):
         show("Wanted", wanted)
     print(report.markdown(figures), flush=True)  # noqa: T201

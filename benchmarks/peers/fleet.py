@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import processes
 import psutil
 from harness import say
 from held import SETTLE_S, STARTED, Held, end_leftovers, free_port, note
@@ -224,8 +225,8 @@ class Fleet:
         self._pids = setup.work / "processes.json"
         end_leftovers(self._pids)
 
-    def run(self, name: str, work: Work) -> list[Reply]:
-        """Replies of a peer to a block; the others are suspended meanwhile.
+    def run(self, name: str, work: Work) -> tuple[list[Reply], dict[str, float]]:
+        """Replies of a peer to a block, and processor seconds by role; the others are suspended.
 
         Raises:
             PeerError: it failed twice; it is not tried again.
@@ -236,7 +237,9 @@ class Fleet:
         for attempt in (1, 2):
             try:
                 self._ready(server)
+                used = processes.seconds()
                 replies = server.run(work)
+                spent = processes.since(used)
                 break
             except PeerError as error:
                 say(f"  {name}: {error}")
@@ -246,7 +249,7 @@ class Fleet:
                     raise
         server.suspend()
         self._note()
-        return replies
+        return replies, spent
 
     def _ready(self, server: Server) -> None:
         if server.held is not None and server.alive:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -50,6 +51,7 @@ def summary(units: Sequence[Unit], peers: Sequence[Peer]) -> dict[str, Any]:
             "tpot_ms_p99": float(np.quantile(tpot, 0.99)),
             "wait_ms_p99": _p99_of_waits(own),
             "ttft_ms_p50": float(np.median(np.concatenate([each["ttft_s"] for each in own]))) * _MS,
+            "processor_ms_per_answer": _processor_ms(own),
             "to_plain": _ratio(timings, name, PLAIN, names),
             "to_best": _ratio(timings, name, best, names),
             "to_best_same_weights": _ratio(timings, name, same, names),
@@ -87,6 +89,15 @@ def _p99_of_waits(blocks: Sequence[Mapping[str, Any]]) -> float:
     return float(longest[min(at, len(longest) - 1)]) * _MS
 
 
+def _processor_ms(blocks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of each of its processes by role, and of the client, per answer."""
+    answers = sum(len(block["tpot_s"]) for block in blocks)
+    spent = Counter[str]()
+    for block in blocks:
+        spent.update(block.get("processor_s", {}))
+    return {role: used * _MS / answers for role, used in spent.most_common()}
+
+
 def _http_adds(units: Sequence[Unit], names: Sequence[str]) -> dict[str, Any] | None:
     """Share of the time per token that HTTP, Ray and the event path add, request by request."""
     if PLAIN not in names or ALONE not in names:
@@ -118,6 +129,16 @@ def rows(cell: Mapping[str, Any]) -> list[dict[str, Any]]:
         | {key: own[key] for key in keys}
         | {"/ Paceline plain": _shown(own["to_plain"]), "/ best peer": _shown(own["to_best"])}
         for name, own in cell["peers"].items()
+    ]
+
+
+def processor_rows(cell: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row per role of a process, a column per peer."""
+    used = {name: own["processor_ms_per_answer"] for name, own in cell["peers"].items()}
+    roles = dict.fromkeys(role for own in used.values() for role in own)
+    return [
+        {"process": role} | {name: round(own.get(role, 0.0), 1) for name, own in used.items()}
+        for role in roles
     ]
 
 

@@ -441,7 +441,9 @@ class Ingress:
         """
         texts, key, options = parsed.router_texts, "", parsed.options
         expert = explicit_expert(options.speculative.draft)
-        if options.speculative.draft == DRAFT_OFF and options.store is False:
+        own = options.speculative
+        is_plain = own.draft == DRAFT_OFF or own.num_speculative_tokens == 0
+        if is_plain and options.store is False:
             expert = GENERAL
         if self._settings.key_scope:
             key = "" if parsed.key is None else parsed.key.name

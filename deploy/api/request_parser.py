@@ -17,7 +17,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
 from paceline.actors.router.policy import Route
 from paceline.deploy.api.auth import ApiKey, request_key
 from paceline.deploy.api.grammars import GrammarSource, grammar_source
@@ -45,7 +45,6 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _CHAT_FIELDS = ("messages", "response_format", "response_format.json_schema.schema")
 _RESPONSES_FIELDS = ("input", "text.format", "text.format.schema")
 DRAFT_AUTO = "auto"
-DRAFT_OFF = "off"
 # Below this temperature the most probable token has all the mass that float32 can tell apart, and
 # dividing the logits by it may overflow: sampling is greedy.
 GREEDY_TEMPERATURE = 1e-5

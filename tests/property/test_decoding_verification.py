@@ -321,3 +321,28 @@ def test_padding_is_never_accepted() -> None:
         logits, proposal, batch, torch.zeros(1, dtype=torch.int64), generator
     )
     assert sampled.num_accepted.tolist() == [1]
+
+
+def test_what_lies_behind_the_drafts_of_a_row_changes_nothing() -> None:
+    """Greedy, seeded and unseeded rows, with filters and without, of 0 to 3 drafted tokens."""
+    rows, vocab, k = 12, 200, 3
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(rows, k + 1, vocab, generator=generator)
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"seed": 3}, {}, {"top_k": 9}]
+    params = [SamplingParams(8, **{"temperature": 1.0} | kinds[i % 4]) for i in range(rows)]
+    lengths = torch.tensor([i // 3 for i in range(rows)])
+    tokens = logits[:, :k].argmax(-1)
+    certain = torch.ones(rows, k, 1)
+    proposal = Proposal(tokens, lengths, certain[..., 0], tokens[..., None], certain)
+
+    def sampled(scores: Tensor) -> tuple[list[int], list[int]]:
+        own = torch.Generator().manual_seed(6)
+        batch = make_sampling_batch(params, "cpu")
+        found = rejection_sample(scores, proposal, batch, torch.arange(rows), own)
+        return found.num_accepted.tolist(), found.final_tokens.tolist()
+
+    inside = torch.arange(k + 1) <= lengths[:, None]
+    accepted, final = sampled(logits)
+    assert any(accepted)
+    for other in (0.0, torch.nan, torch.inf):
+        assert sampled(logits.masked_fill(~inside[..., None], other)) == (accepted, final)

@@ -463,29 +463,55 @@ void attend_some(const Attention& a, const T* qkv, const T* cos, const T* sin, c
   }
 }
 
-// Queries that are taken together: all that fit, but two parts if there are few for the threads.
-inline int64_t tile_size(const Attention& a, int64_t threads) {
-  const int64_t queries = a.q_heads / a.kv_heads * a.steps;
-  const int64_t tiles = a.batch * a.kv_heads * ((queries + kTile - 1) / kTile);
-  if (queries > kTile || queries < 4 || threads < 2 || tiles >= 4 * threads) return kTile;
-  return (queries + 1) / 2;
+// Consecutive tokens of one row of the cache, from `row` of the batch on: its own, or as many rows of
+// one token.
+struct Run {
+  int64_t row, tokens;
+};
+
+inline std::vector<Run> runs_of(const Attention& a) {
+  std::vector<Run> runs;
+  runs.reserve(a.batch);
+  const bool joins = a.steps == 1 && a.slots == nullptr;
+  for (int64_t row = 0; row < a.batch; ++row) {
+    if (joins && row > 0 && a.rows[row] == a.rows[row - 1]) ++runs.back().tokens;
+    else runs.push_back({row, a.steps});
+  }
+  return runs;
 }
 
-inline int64_t tiles_per_head(const Attention& a, int64_t tile) {
-  return (a.q_heads / a.kv_heads * a.steps + tile - 1) / tile;
+// Queries start .. start + count - 1 of a run and key/value head, which are taken together.
+struct Tile {
+  Run run;
+  int64_t head, start, count;
+};
+
+// All tiles: as many queries as fit, but a head's in two parts if there are few for the threads.
+inline std::vector<Tile> tiles_of(const Attention& a, const std::vector<Run>& runs, int64_t threads) {
+  const int64_t group = a.q_heads / a.kv_heads;
+  int64_t fewest = 0;
+  for (const Run& run : runs) fewest += (group * run.tokens + kTile - 1) / kTile * a.kv_heads;
+  std::vector<Tile> tiles;
+  tiles.reserve(2 * fewest);
+  for (const Run& run : runs) {
+    const int64_t queries = group * run.tokens;
+    const bool halves = threads > 1 && fewest < 4 * threads && queries >= 4 && queries <= kTile;
+    const int64_t size = halves ? (queries + 1) / 2 : kTile;
+    for (int64_t head = 0; head < a.kv_heads; ++head)
+      for (int64_t start = 0; start < queries; start += size)
+        tiles.push_back({run, head, start, std::min(size, queries - start)});
+  }
+  return tiles;
 }
 
-// Attends for one tile of the batch * kv_heads * tiles_per_head() there are.
 template <class T>
-void attend_one(const Attention& a, int64_t tile, int64_t index, const T* qkv, const T* cos,
-                const T* sin, const T* keys, const T* values, T* out) {
-  const int64_t tiles = tiles_per_head(a, tile), row = index / (a.kv_heads * tiles);
-  const int64_t h = index / tiles % a.kv_heads, start = index % tiles * tile;
-  const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim, token = a.first_token(row);
-  const int64_t count = std::min(tile, a.q_heads / a.kv_heads * a.steps - start);
+void attend_one(const Attention& a, const Tile& tile, const T* qkv, const T* cos, const T* sin,
+                const T* keys, const T* values, T* out) {
+  const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim, row = tile.run.row;
+  const int64_t token = a.first_token(row);
   const auto some = [&](auto* attend) {
     attend(a, qkv + token * width, cos, sin, a.positions + row * a.steps,
-           a.tables + a.rows[row] * a.columns, keys, values, h, start, count,
+           a.tables + a.rows[row] * a.columns, keys, values, tile.head, tile.start, tile.count,
            out + token * a.q_heads * a.dim);
   };
   if (has_dots<T>(a)) return some(attend_some<T, T>);

@@ -42,16 +42,20 @@ void multiply(const Product* products, int64_t count, int64_t threads_) {
 template <class T>
 void attend(const Attention& a, int64_t threads_, const T* qkv, const T* cos, const T* sin, T* keys,
             T* values, T* out) {
+  const std::vector<Run> runs = runs_of(a);
   constexpr int64_t kStored = 16;  // tokens that one thread stores, since they share cache lines
-  const int64_t parts = (a.steps + kStored - 1) / kStored;
-  each(a.batch * parts, threads_, [&](int64_t i) {
-    const int64_t row = i / parts, from = i % parts * kStored;
-    for (int64_t step = from; step < std::min(a.steps, from + kStored); ++step)
-      store_token(a, row * a.steps + step, qkv, cos, sin, keys, values);
+  int64_t longest = 0;
+  for (const Run& run : runs) longest = std::max(longest, run.tokens);
+  const int64_t parts = (longest + kStored - 1) / kStored;
+  each(static_cast<int64_t>(runs.size()) * parts, threads_, [&](int64_t i) {
+    const Run& run = runs[i / parts];
+    const int64_t from = i % parts * kStored;
+    for (int64_t token = from; token < std::min(run.tokens, from + kStored); ++token)
+      store_token(a, run.row * a.steps + token, qkv, cos, sin, keys, values);
   });
-  const int64_t tile = tile_size(a, threads_);
-  each(a.batch * a.kv_heads * tiles_per_head(a, tile), threads_, [&](int64_t i) {
-    attend_one<T>(a, tile, i, qkv, cos, sin, keys, values, out);
+  const std::vector<Tile> tiles = tiles_of(a, runs, threads_);
+  each(static_cast<int64_t>(tiles.size()), threads_, [&](int64_t i) {
+    attend_one<T>(a, tiles[i], qkv, cos, sin, keys, values, out);
   });
 }
 

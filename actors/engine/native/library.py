@@ -177,6 +177,8 @@ class CachePlan:
     ) -> None:
         """Point at ``[blocks, block_size, kv_heads, dim]`` of each layer.
 
+        Within a block the kernels have an order of their own, head by head (``attention.h``).
+
         Args:
             keys: block_size is a multiple of 16.
             values: like ``keys``.

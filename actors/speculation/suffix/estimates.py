@@ -106,7 +106,8 @@ def choose_lengths(
     """Tokens of suffix drafts to verify, by row, for the most expected tokens per second.
 
     Rows are verified in one padded forward: a longer draft costs every row. A row with a suffix
-    draft gets no other draft.
+    draft gets no other draft. Suffixes take the place of drafts that promise more only where that
+    leaves fewer rows to draft for, at best none.
 
     Args:
         expected: per row with a match, the expected accepted tokens of its first 0, 1, ... tokens.
@@ -124,13 +125,12 @@ def choose_lengths(
         if batch + sum(suffixes) + sum(drafted) <= best * round_s(tokens, ()):
             continue  # as in most rounds of large batches
         better = {i: n for i, n in lengths.items() if expected[i][n] > drafted[i]}
-        left = [i for i in others if i not in better]
-        for rows, drafting in ((lengths, []), (better, left)) if left else ((lengths, []),):
-            gained = sum(expected[i][n] for i, n in rows.items())
-            gained += sum(drafted[i] for i in drafting)
-            goodput = (batch + gained) / round_s(tokens, drafting)
+        for rows in (lengths, better) if len(better) < len(lengths) else (lengths,):
+            left = [i for i in others if i not in rows]
+            gained = sum(expected[i][n] for i, n in rows.items()) + sum(drafted[i] for i in left)
+            goodput = (batch + gained) / round_s(tokens, left)
             if rows and goodput > best:
-                best, chosen = goodput, dict(rows)
+                best, chosen = goodput, rows
     return chosen
 
 
@@ -155,14 +155,14 @@ def choose_ragged_lengths(
     best = _WORTH * (batch + sum(drafted)) / round_s(0, others)
     token_s = (round_s(most, ()) - round_s(0, ())) / most
     chosen: dict[int, int] = {}
-    for drafting in (others, []) if others else ([],):
+    for only_better in (True, False) if others else (False,):
         lengths, least = {}, best * token_s
         for i, own in expected.items():
             reached = [after - before for before, after in pairwise(own)]
             tokens = next((n for n, p in enumerate(reached) if p <= least), len(reached))
-            if own[tokens] > (drafted[i] if i in drafting else 0.0):
+            if own[tokens] > (drafted[i] if only_better else 0.0):
                 lengths[i] = tokens
-        left = [i for i in drafting if i not in lengths]
+        left = [i for i in others if i not in lengths]
         gained = sum(expected[i][n] for i, n in lengths.items()) + sum(drafted[i] for i in left)
         goodput = (batch + gained) / round_s(sum(lengths.values()), left)
         if lengths and goodput > best:

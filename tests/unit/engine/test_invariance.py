@@ -90,15 +90,17 @@ def test_verification_of_own_tokens_alone_has_the_bits_of_a_padded_one(runner: M
     for row, ids in zip(rows, tokens.tolist(), strict=True):
         runner.prefill(row, ids[:start], 0)
     positions = torch.arange(start, span).expand(4, -1)
-    padded = runner.forward(rows, tokens[:, start:], positions, span)
     ragged = runner.verify(rows, tokens[:, start:], positions, span, drafted)
-    assert torch.equal(ragged[own], padded[own])
-    assert not ragged[~own].any()
     # The keys of the verified tokens are there for what follows.
     after = torch.full((1, 1), start + 6)
     found = runner.forward([4], tokens[:1, :1], after, span + 1)
-    runner.forward([4], tokens[2:3, start:], positions[2:3], span)
+    padded = runner.forward(rows, tokens[:, start:], positions, span)
+    assert torch.equal(ragged[own], padded[own])
+    assert not ragged[~own].any()
     assert torch.equal(found, runner.forward([4], tokens[:1, :1], after, span + 1))
+    short = runner.verify(rows, tokens[:, start:], positions, span, torch.ones(4).long())
+    assert torch.equal(short[:, :2], padded[:, :2])
+    assert not short[:, 2:].any()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -129,16 +129,16 @@ def test_only_what_filtered_rows_keep_follows() -> None:
     assert torch.equal(narrow.dense(3000), whole[::2])
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_padding_behind_drafts_is_not_filtered(mixed: bool) -> None:
+@pytest.mark.parametrize("unfiltered", [(), (1,), (0, 1, 2)])
+def test_padding_behind_drafts_is_left_out(unfiltered: tuple[int, ...]) -> None:
     logits = torch.randn(3, 4, 500, generator=torch.Generator().manual_seed(3))
     params = [
         SamplingParams(9, top_p=0.5),
         SamplingParams(9, top_k=7),
         SamplingParams(9, min_p=0.1),
     ]
-    if mixed:
-        params[1] = SamplingParams(9)
+    for row in unfiltered:
+        params[row] = SamplingParams(9, temperature=1.0)
     batch, drafted = make_sampling_batch(params, "cpu"), torch.tensor([0, 3, 1])
     own = torch.arange(4) <= drafted[:, None]
     whole = processed_probs(logits, batch).dense(500)

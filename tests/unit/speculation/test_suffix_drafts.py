@@ -379,6 +379,10 @@ def test_acceptance_is_learnt_from_what_was_never_drafted() -> None:
         ({0: [0, 0.5, 0.6, 0.6]}, [1.5], 0.1, 0.3, {}),
         # in one batch with it
         ({0: [0, 0.99, 1.9, 2.8]}, [0.2, 2.0], 0.02, 0.3, {0: 3}),
+        # in place of the only draft that promises more, so that no model drafts
+        ({0: [0, 0.9, 1.7], 1: [0, 0.9, 1.7]}, [0.2, 2.0], 0.1, 0.9, {0: 2, 1: 2}),
+        # and not if another row drafts in any case
+        ({0: [0, 0.9, 1.7]}, [2.0, 2.0], 0.02, 0.9, {}),
         # one row of many is not worth columns for all
         ({3: [0, 0.9, 1.7, 2.4]}, [0.0] * 8, 0.1, 0.0, {}),
         ({i: [0, 0.9, 1.8] for i in range(8)}, [0.0] * 8, 0.05, 0.0, dict.fromkeys(range(8), 2)),
@@ -424,8 +428,8 @@ def test_each_row_verifies_what_pays_by_itself(
         return (len(drafted) + gained) / round_s(sum(chosen.values()), left)
 
     chosen = choose_ragged_lengths(expected, drafted, round_s)
+    assert goodput(chosen) >= goodput({})
     if not any(drafted):
-        assert goodput(chosen) >= goodput({})
         ways = itertools.product(*(range(len(own)) for own in expected.values()))
         best = max(goodput(dict(zip(expected, way, strict=True))) for way in ways)
         assert goodput(chosen) >= 0.93 * best
