@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paceline.actors.engine.native import library
+
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
@@ -58,3 +60,21 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     # 1 - 2^-54 rounds to 1, where -log(-log(u)) is infinite.
     uniform = uniform.clamp_(max=1.0 - 2.0**-_MANTISSA_BITS)
     return -torch.log(-torch.log(uniform))
+
+
+def gumbel_max(probs: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Draw from N distributions by their noise: the column of the largest ``log p + G``.
+
+    Args:
+        probs: float32 ``[N, K]``, at least one positive in each.
+        keys: int64 ``[N]`` from :func:`stream_key`.
+        ids: int64 ``[N, K]``, the tokens; None: all of them.
+
+    Returns:
+        int64 ``[N]``.
+    """
+    columns = library.gumbel_max(probs, keys, ids)
+    if columns is not None:
+        return columns
+    tokens = torch.arange(probs.shape[-1], device=probs.device) if ids is None else ids
+    return (probs.double().log() + gumbel(keys, tokens)).argmax(dim=-1)

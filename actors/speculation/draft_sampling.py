@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.actors.engine.gumbel import gumbel, stream_key
+from paceline.actors.engine.gumbel import gumbel_max, stream_key
 from paceline.actors.engine.logits_processors import DraftLogitsProcessors
 from paceline.actors.engine.sampling import SamplingBatch, draw, keep_mask
 from paceline.actors.engine.top_tokens import top_logits
@@ -58,8 +58,7 @@ def pick_tokens(
     if batch.any_seeded:
         rows = batch.seeded_rows
         keys = stream_key(batch.seeds[rows], output_positions[rows], batch.choices[rows])
-        noise = gumbel(keys, ids[rows])
-        columns[rows] = (probs[rows].double().log() + noise).argmax(dim=-1)
+        columns[rows] = gumbel_max(probs[rows], keys, ids[rows])
     return columns
 
 

@@ -18,7 +18,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from paceline.actors.engine.gumbel import gumbel, stream_key
+from paceline.actors.engine.gumbel import gumbel_max, stream_key
 from paceline.actors.engine.logits_processors import TokenCounts, TokenMasks, process_logits
 from paceline.actors.engine.sampling import (
     SamplingBatch,
@@ -263,14 +263,12 @@ def _deterministic_tokens(
     tokens = most_probable(logits)
     if not batch.any_seeded:
         return tokens
-    steps, vocab = logits.shape[1:]
+    steps = logits.shape[1]
     at = own_positions(batch.seeded_rows, steps, num_drafted)
     rows, step = at // steps, at % steps
     keys = stream_key(batch.seeds[rows], output_positions[rows] + step, batch.choices[rows])
     own = probs[rows, step]
-    ids = torch.arange(vocab, device=logits.device) if own.ids is None else own.ids
-    scores = own.probs.double().log() + gumbel(keys, ids)
-    tokens[rows, step] = own.tokens(scores.argmax(dim=-1))
+    tokens[rows, step] = own.tokens(gumbel_max(own.probs, keys, own.ids))
     return tokens
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from paceline.actors.engine.gumbel import gumbel, stream_key
+from paceline.actors.engine.gumbel import gumbel, gumbel_max, stream_key
 from paceline.actors.engine.request import SamplingParams
 from paceline.actors.engine.sampling import (
     TargetProbs,
@@ -287,6 +287,23 @@ def test_noise_is_gumbel() -> None:
     keys = stream_key(torch.arange(2000), torch.tensor(5))
     values = gumbel(keys, torch.arange(50)).flatten()
     assert stats.kstest(values.numpy(), "gumbel_r").pvalue > 1e-3
+
+
+@given(st.integers(1, 300), st.integers(0, 2**32), st.booleans())
+def test_a_seeded_draw_is_of_the_largest_noisy_log_probability(
+    size: int, seed: int, known: bool
+) -> None:
+    """The kernel, which takes few logarithms, against all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    probs = torch.softmax(torch.randn(5, size, generator=generator) * 9, dim=-1)
+    probs[torch.rand(5, size, generator=generator) < 0.3] = 0.0
+    probs[:, 0] += 1e-30
+    ids = torch.randint(50_000, (5, size), generator=generator).sort(dim=-1).values
+    keys = stream_key(torch.arange(seed, seed + 5), torch.arange(5))
+    noise = gumbel(keys, ids if known else torch.arange(size))
+    columns = gumbel_max(probs, keys, ids if known else None)
+    scores = probs.double().log() + noise
+    assert torch.equal(scores.gather(-1, columns[:, None])[:, 0], scores.amax(dim=-1))
 
 
 def test_a_greedy_row_accepts_the_argmax_alone() -> None:

@@ -96,6 +96,14 @@ extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
 PACELINE_KERNELS(bfloat16, Bf16)
 PACELINE_KERNELS(float32, float)
 
+extern "C" void gumbel_max_rows(const float* probs, const int64_t* tokens, int64_t n, int64_t size,
+                                const int64_t* keys, int64_t threads, int64_t* columns) {
+  each(n, threads, [&](int64_t i) {
+    const int64_t* own = tokens == nullptr ? nullptr : tokens + i * size;
+    columns[i] = gumbel_max(probs + i * size, own, size, keys[i]);
+  });
+}
+
 extern "C" void* suffixes_new(int64_t limit) { return new Suffixes(limit); }
 extern "C" void suffixes_free(void* s) { delete static_cast<Suffixes*>(s); }
 extern "C" void suffixes_append(void* s, const int32_t* tokens, int64_t n) {

@@ -636,6 +636,30 @@ class Kernels:
         return accepted, final
 
 
+def gumbel_max(probs: Tensor, keys: Tensor, ids: Tensor | None) -> Tensor | None:
+    """See gumbel.py; None where there are no kernels.
+
+    Args:
+        probs: float32 ``[N, K]``.
+        keys: int64 ``[N]``.
+        ids: int64 ``[N, K]``; None if they are all tokens.
+    """
+    library = load_library() if probs.device.type == "cpu" else None
+    if library is None:
+        return None
+    probs, keys = probs.contiguous(), keys.contiguous()
+    ids = None if ids is None else ids.contiguous()
+    columns = torch.empty_like(keys)
+    library.gumbel_max_rows(
+        *map(ctypes.c_void_p, (probs.data_ptr(), None if ids is None else ids.data_ptr())),
+        *map(ctypes.c_int64, probs.shape),
+        ctypes.c_void_p(keys.data_ptr()),
+        ctypes.c_int64(torch.get_num_threads()),
+        ctypes.c_void_p(columns.data_ptr()),
+    )
+    return columns
+
+
 @functools.cache
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
     """Return the kernels of a dtype, or None if the device or the machine has none."""

@@ -110,6 +110,36 @@ void top_probs(const T* logits, int64_t size, int64_t k, float temperature, int6
   for (int64_t i = 0; i < k; ++i) probs[i] = std::exp((probs[i] - largest) / temperature) / sum;
 }
 
+// The column of the largest log p + G, where G is the Gumbel noise of `token` in gumbel.py: that of the
+// largest p / -log u. Most columns are smaller even with 1 - u, which is at most -log u.
+inline int64_t gumbel_max(const float* probs, const int64_t* tokens, int64_t size, uint64_t key) {
+  constexpr int64_t kBlock = 64;
+  constexpr double kUnit = 0x1p-53, kRounding = 1.0 - 1e-12;
+  double best = 0.0, uniform[kBlock];
+  int64_t at = 0;
+  for (int64_t start = 0; start < size; start += kBlock) {
+    const int64_t count = std::min(kBlock, size - start);
+    int32_t hopeful = 0;
+#pragma omp simd reduction(| : hopeful)
+    for (int64_t i = 0; i < count; ++i) {
+      const uint64_t token = tokens == nullptr ? start + i : tokens[start + i];
+      uint64_t bits = key + (token + 1) * 0x9E3779B97F4A7C15u;
+      bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
+      bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBu;
+      bits = (bits ^ (bits >> 31)) >> 11;
+      uniform[i] = std::min((static_cast<double>(bits) + 0.5) * kUnit, 1.0 - kUnit);
+      hopeful |= probs[start + i] >= (1.0 - uniform[i]) * best * kRounding;
+    }
+    if (!hopeful) continue;
+    for (int64_t i = 0; i < count; ++i) {
+      if (probs[start + i] < (1.0 - uniform[i]) * best * kRounding) continue;
+      const double ratio = probs[start + i] / -std::log(uniform[i]);
+      if (ratio > best) best = ratio, at = start + i;
+    }
+  }
+  return at;
+}
+
 // Verifies B rows of k draft tokens greedily: counts the accepted ones, and finds the target's next
 // token.
 template <class T>
