@@ -199,6 +199,8 @@ def _trainer_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def _one_trainer(trainer: Mapping[str, Any]) -> list[str]:
+    if trainer.get("error") == "TimeoutError":
+        return ["trainer   is loading, or busy: no answer yet"]
     if "error" in trainer:
         return [f"trainer   does not answer ({trainer['error']})"]
     topic = f" {trainer['topic']}" if trainer.get("topic") else ""

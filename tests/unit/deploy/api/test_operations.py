@@ -467,11 +467,12 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
     assert scheduler.acquire_permit("paceline-trainer", "life") is Permit.GRANTED
     busy = status | {
         "scheduler": asdict(scheduler.status()),
-        "further_trainers": {"t-2": {"state": "training"}},
+        "further_trainers": {"t-2": {"state": "training"}, "t-3": {"error": "TimeoutError"}},
     }
     words = tables.status_text("http://x", busy)
     assert "leases    1 working; 0 of 0 s idle used, 0 killed" in words
-    assert words.count("trainer   ") == 2
+    assert words.count("trainer   ") == 3
+    assert "trainer   is loading, or busy" in words
     bare = tables.status_text("http://x", {"target": {"error": "TimeoutError"}})
     assert "the target does not answer (TimeoutError)" in bare
     assert "trainer   off" in bare
