@@ -98,7 +98,10 @@ def start_ray(
 def _init(**options: Any) -> None:
     """``ray.init`` on loopback; records the processes that it starts, even if it fails."""
     import ray  # reads the environment when it is imported
+    from ray._private import auto_init_hook
 
+    # A stop that took too long goes on in its thread: its next call must not start another session.
+    auto_init_hook.enable_auto_connect = False
     if ray.is_initialized():
         again = "cannot have another: its last was killed" if was_killed() else "has one already"
         raise RuntimeError(f"this process is connected to a Ray session, and {again}")

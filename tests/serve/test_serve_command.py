@@ -96,6 +96,28 @@ def test_it_starts_answers_and_ends_on_ctrl_c(write_config: Write, free_port: in
     assert_gone(started)
 
 
+def test_a_stop_that_streams_delay_starts_no_second_session(
+    write_config: Write, free_port: int
+) -> None:
+    with serving(write_config({})) as process:
+        read_until(process, "Ctrl-C ends it")
+        body = {"model": "paceline", "prompt": "SELECT", "max_tokens": 2000, "ignore_eos": True}
+        url = f"http://127.0.0.1:{free_port}/v1/completions"
+        with ThreadPoolExecutor(48) as pool, suppress(httpx.TransportError):  # they may be cut off
+            streams = [
+                pool.submit(httpx.post, url, json=body | {"stream": True}, timeout=60)
+                for _ in range(48)
+            ]
+            time.sleep(1.0)
+            assert not all(stream.done() for stream in streams)
+            process.send_signal(signal.SIGINT)
+            assert ended(process, 60) == 0
+            for stream in streams:
+                stream.result()
+        sessions = Path("/tmp/ray").glob(f"session_*_{process.pid}")
+        assert len(list(sessions)) == 1
+
+
 def test_a_request_with_logits_that_are_not_finite_fails_alone(
     write_config: Write, free_port: int, tmp_path: Path
 ) -> None:
