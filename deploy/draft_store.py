@@ -28,9 +28,10 @@ def fetch_models(config: PacelineConfig, say: Callable[[str], None]) -> Paceline
         ConfigError: one line.
     """
     target = model_store.fetch(config.target.path, say, "target.path")
-    if config.drafts.general == AUTO:
-        config = with_draft(config, target, say)
     try:
+        read_config(target, "target")
+        if config.drafts.general == AUTO:
+            config = with_draft(config, target, say)
         encoder = config.encoder
     except ModelError as error:
         raise ConfigError(str(error)) from error
@@ -58,7 +59,6 @@ def with_draft(config: PacelineConfig, target: Path, say: Callable[[str], None])
     from paceline.actors.weights.eagle import is_llama_like, is_made_for
 
     try:
-        read_config(target, "target")
         architecture = AutoConfig.from_pretrained(target, local_files_only=True)
         if not is_llama_like(architecture):
             kind = architecture.model_type

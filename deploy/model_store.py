@@ -125,6 +125,11 @@ def fetch(path: str, say: Callable[[str], None], key: str) -> Path:
     folder = locate(path)
     file = Path(path).expanduser().absolute()
     if path not in PACKAGED and (folder.is_dir() or file.suffix != ".gguf"):
+        if not folder.is_dir() and _is_hub_name(path):
+            raise ConfigError(
+                f"{key}: there is no folder {path}, and no such model in the Hugging Face cache "
+                "of this host; nothing is fetched from the hub"
+            )
         return folder
     try:
         if not folder.is_dir():
@@ -261,9 +266,13 @@ def _fingerprint(file: Path) -> str:
     return hashlib.sha256(known.encode()).hexdigest()[:12]
 
 
+def _is_hub_name(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
 def _hub_snapshot(name: str) -> Path | None:
     """Folder of a model in the local Hugging Face cache, None if it is not there."""
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not _is_hub_name(name):
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

@@ -258,8 +258,10 @@ class WeightRegistry:
             self._store.commit(topic, state.rolled_back(), entry)
             return state.stable
         wanted = state.previous if version is None else version
-        flat = None if wanted is None else self._store.weights(topic, wanted)
-        if wanted is None or flat is None:
+        if wanted is None:
+            raise ValueError(f"{topic}: there is no version before {state.stable}")
+        flat = self._store.weights(topic, wanted)
+        if flat is None:
             raise ValueError(f"{topic}: the weights of version {wanted} are not there")
         entry["restored_from"] = wanted
         self._monitor.reset(topic)

@@ -209,7 +209,7 @@ class Ingress:
     def api(self) -> FastAPI:
         """The application: the routes of this instance."""
         api = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None)
-        api.add_api_route("/health", self.health, methods=["GET"])
+        api.add_api_route("/health", self.health, methods=["GET", "HEAD"])
         api.add_api_route(_LISTENS, self.listens, methods=["GET"])
         api.add_api_route("/v1/models", self.models, methods=["GET"])
         api.add_api_route("/v1/models/{model:path}", self.model, methods=["GET"])

@@ -43,7 +43,8 @@ class PageFiles(StaticFiles):
 
 
 def add_page(api: FastAPI) -> None:
-    """Serve the page below ``/ui/``."""
+    """Serve the page below ``/ui/``, to which ``/`` leads."""
+    api.add_api_route("/", _to_folder, methods=["GET"], include_in_schema=False)
     api.add_api_route("/ui", _to_folder, methods=["GET"], include_in_schema=False)
     api.mount("/ui/", PageFiles(directory=FOLDER, html=True))
 

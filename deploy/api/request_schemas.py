@@ -133,7 +133,9 @@ class ResponseFormat(RequestModel):
 
     @model_validator(mode="after")
     def _one_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("the type json_schema needs a json_schema, an object with the schema")
+        if self.type != "json_schema" and self.json_schema is not None:
             raise ValueError("json_schema belongs to the type json_schema")
         return self
 

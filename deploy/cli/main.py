@@ -126,7 +126,7 @@ def _serve(config: PacelineConfig) -> int:
     check(config)
     for warning in warnings(config):
         _print_error(f"warning: {warning}")
-    _print("Starting Paceline (this takes some seconds) ...")
+    _print("Starting Paceline (up to a minute on two cores) ...")
     from paceline.deploy import app as application  # imports Ray: not before the config is sound
 
     running: RunningApp | None = None

@@ -168,7 +168,7 @@ def _load_line(load: Mapping[str, Any]) -> str:
     training = "draining" if load.get("draining") else "training may run"
     if not load["may_train"] and not load.get("draining"):
         training = "training waits" + (" (paused)" if load["paused"] else "")
-    return f"load      {load['running']} running on {load['replicas']} replicas, {training}"
+    return f"load      {load['running']} running, {training}"
 
 
 def _draft_lines(status: Mapping[str, Any]) -> list[str]:

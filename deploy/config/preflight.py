@@ -316,7 +316,10 @@ def _check_state(folder: Path) -> None:
         reason = error.strerror or str(error)
         raise ConfigError(f"state_dir: cannot use {folder / WEIGHTS_FOLDER} ({reason})") from error
     if locked:
-        raise ConfigError(f"state_dir: {folder} is in use by another server")
+        raise ConfigError(
+            f"state_dir: {folder} is in use by another server; a second one needs a state_dir and "
+            "a port of its own, and ray.dashboard_port or --no-dashboard"
+        )
 
 
 def _check_ports(config: PacelineConfig) -> None:

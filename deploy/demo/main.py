@@ -173,7 +173,8 @@ def _greet(console: Console, config: PacelineConfig, running: RunningApp, second
     console.print(
         f"Serving {config.model_name} at {running.base_url}/v1 after {seconds:.0f} s: "
         f"{target.dtype} on {target.device}, "
-        f"{_NUM_SPECULATIVE_TOKENS} draft tokens per round.",
+        f"{_NUM_SPECULATIVE_TOKENS} draft tokens per round. What drafts learn: "
+        f"{running.base_url}/ui/",
         highlight=False,
         soft_wrap=True,
     )

@@ -115,10 +115,17 @@ GUARDED = [
     ("GET", "/tokenizer_info"),
     ("GET", "/metrics"),
     ("GET", "/nothing"),
+    ("GET", "/"),
     ("GET", "/uix"),
     ("GET", "/health/"),
 ]
-OPEN = [("GET", "/health"), ("GET", "/ui"), ("GET", "/ui/"), ("GET", "/ui/main.js")]
+OPEN = [
+    ("GET", "/health"),
+    ("HEAD", "/health"),
+    ("GET", "/ui"),
+    ("GET", "/ui/"),
+    ("GET", "/ui/main.js"),
+]
 
 
 @pytest.mark.parametrize("header", [None, "Bearer wrong"])

@@ -48,7 +48,8 @@ def test_a_file_comes_with_its_type_and_what_browsers_are_to_keep_to(file: Path)
 
 
 def test_the_folder_is_the_page_and_its_name_leads_there() -> None:
-    page, bare = get("/ui/", "/ui")
+    page, bare, root = get("/ui/", "/ui", "/")
+    assert root.headers["Location"] == "ui/"
     assert page.text == HTML
     assert page.headers["Content-Type"] == "text/html; charset=utf-8"
     assert (bare.status_code, bare.headers["Location"]) == (307, "ui/")

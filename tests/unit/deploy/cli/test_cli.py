@@ -94,7 +94,8 @@ def test_history_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("yaml", "said"),
     [
         ("prot: 9000", "prot: no such key"),
-        ("target: {path: /nowhere}", "no model folder at /nowhere"),
+        ("target: {path: /nowhere}", "paceline: target: no model folder at /nowhere"),
+        ("target: {path: someone/something}", "no such model in the Hugging Face cache"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_one_line_and_2(
