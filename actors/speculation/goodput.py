@@ -38,6 +38,7 @@ _HYSTERESIS = 1.03
 _WORTH_STARTING, _STARTING_MANY = 1.03, 0.07
 _WORTH_KEEPING, _KEEPING_MANY = 1.01, 0.03
 _CHOOSE_EVERY = 8  # rounds
+_FALLING = 2  # values of k in a row that promise less than a smaller one: larger ones are not tried
 _PLAIN_EVERY = 100  # rounds
 _PROBE_SHARE = 0.01  # of the rounds' time
 _PROBE_ROUNDS = 4
@@ -251,9 +252,8 @@ class GoodputPolicy:
             return dict.fromkeys(rows, 0)  # keeps the cost of plain decoding measured
         if key != self._chosen_for or self._rounds % _CHOOSE_EVERY == 0:
             self._prefill_s = prefill_s()
-            self._choice = self._best(rows, others)
+            self._choice, self.predicted_goodput = self._best(rows, others)
             self._chosen_for = key
-            self.predicted_goodput = self._goodput(self._choice, rows, others)
             self._min_reach = self._least_reach(rows, others)
         # Without a decoding row a group cannot be probed now, and must not be charged for it.
         here = [group for group, count in rows.items() if count > (prefilling or {}).get(group, 0)]
@@ -483,27 +483,38 @@ class GoodputPolicy:
         largest = _MAX_RAGGED_REACH if self.ragged else _MAX_MIN_REACH
         return min(max(token_s * self.predicted_goodput, 0.0), largest)
 
-    def _candidates(self, rows: Mapping[DraftGroup, int]) -> Iterable[DraftChoice]:
-        """For each k the n groups that gain most, in total and per row, for every n."""
-        choices = {DraftChoice(): None}
-        for k in range(1, self._max_tokens + 1):
-            gains = {group: self._estimate(group).expected_accepted()[k] for group in rows}
-            for weight in (rows, dict.fromkeys(rows, 1)):
-                ranked = sorted(rows, key=lambda group: -gains[group] * weight[group])
-                for count in range(len(ranked)):
-                    choices[DraftChoice(k, frozenset(ranked[: count + 1]))] = None
+    def _candidates(self, rows: Mapping[DraftGroup, int], k: int) -> Iterable[DraftChoice]:
+        """The n groups that gain most with this k, in total and per row, for every n."""
+        choices: dict[DraftChoice, None] = {}
+        gains = {group: self._estimate(group).expected_accepted()[k] for group in rows}
+        for weight in (rows, dict.fromkeys(rows, 1)):
+            ranked = sorted(rows, key=lambda group: -gains[group] * weight[group])
+            for count in range(len(ranked)):
+                choices[DraftChoice(k, frozenset(ranked[: count + 1]))] = None
         return choices
 
-    def _best(self, rows: Mapping[DraftGroup, int], others: int) -> DraftChoice:
-        best = max(self._candidates(rows), key=lambda choice: self._goodput(choice, rows, others))
+    def _best(self, rows: Mapping[DraftGroup, int], others: int) -> tuple[DraftChoice, float]:
+        """The choice and its expected goodput."""
+
+        def goodput(choice: DraftChoice) -> float:
+            return self._goodput(choice, rows, others)
+
+        best, promised, falling = DraftChoice(), 0.0, 0
+        for k in range(1, self._max_tokens + 1):
+            found = max(self._candidates(rows, k), key=goodput)
+            value = goodput(found)
+            falling = 0 if value > promised else falling + 1
+            if not falling:
+                best, promised = found, value
+            elif falling == _FALLING:
+                break
+        plain = goodput(DraftChoice())
         present = DraftChoice(self._choice.k, self._choice.groups & set(rows))
-        if not present.groups:
-            present = DraftChoice()
-        promised = self._goodput(best, rows, others)
-        gain = promised / self._goodput(DraftChoice(), rows, others)
-        if gain < _required_gain(others + sum(rows.values()), drafting=bool(present.k)):
-            return DraftChoice()
-        return best if promised > _HYSTERESIS * self._goodput(present, rows, others) else present
+        drafting = bool(present.k and present.groups)
+        if promised < plain * _required_gain(others + sum(rows.values()), drafting=drafting):
+            return DraftChoice(), plain
+        kept = goodput(present) if drafting else plain
+        return (best, promised) if promised > _HYSTERESIS * kept else (present, kept)
 
     def _probe_tokens(
         self,

@@ -88,9 +88,11 @@ extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
   }                                                                                            \
   extern "C" void accept_##NAME(const void* logits, int64_t batch, int64_t k, int64_t vocab,   \
                                 const int64_t* drafts, const int64_t* drafted,                 \
-                                int64_t* accepted, int64_t* final_tokens) {                    \
-    accept(static_cast<const T*>(logits), batch, k, vocab, drafts, drafted, accepted,          \
-           final_tokens);                                                                      \
+                                int64_t threads, int64_t* accepted, int64_t* final_tokens) {   \
+    each(batch, threads, [&](int64_t i) {                                                      \
+      accepted[i] = accept(static_cast<const T*>(logits) + i * (k + 1) * vocab, vocab,         \
+                           drafts + i * k, drafted[i], final_tokens + i);                      \
+    });                                                                                        \
   }
 
 PACELINE_KERNELS(bfloat16, Bf16)

@@ -325,7 +325,7 @@ class Kernels:
         self._top_probs = library[f"top_probs_{NAMES[dtype]}"]
         self._top_probs.argtypes = [ctypes.POINTER(pointer), *[size] * 4, *[pointer] * 3]
         self._accept = library[f"accept_{NAMES[dtype]}"]
-        self._accept.argtypes = [pointer, size, size, size, *[pointer] * 4]
+        self._accept.argtypes = [pointer, *[size] * 3, *[pointer] * 2, size, *[pointer] * 2]
         self._packed_size = library[f"packed_size_{NAMES[dtype]}"]
         self._packed_size.argtypes = [size, size]
         self._packed_size.restype = size
@@ -630,6 +630,7 @@ class Kernels:
             vocab,
             drafts.data_ptr(),
             drafted.data_ptr(),
+            torch.get_num_threads(),
             accepted.data_ptr(),
             final.data_ptr(),
         )

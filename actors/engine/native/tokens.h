@@ -140,19 +140,14 @@ inline int64_t gumbel_max(const float* probs, const int64_t* tokens, int64_t siz
   return at;
 }
 
-// Verifies B rows of k draft tokens greedily: counts the accepted ones, and finds the target's next
-// token.
+// Verifies the draft tokens of one row greedily: returns how many are accepted, and finds the target's
+// next token.
 template <class T>
-void accept(const T* logits, int64_t batch, int64_t k, int64_t vocab, const int64_t* drafts,
-            const int64_t* drafted, int64_t* accepted, int64_t* final_tokens) {
-  for (int64_t row = 0; row < batch; ++row, logits += (k + 1) * vocab, drafts += k) {
-    int64_t taken = 0, token;
-    for (;; ++taken) {
-      top_one(logits + taken * vocab, 1, vocab, &token, nullptr);
-      if (taken >= drafted[row] || drafts[taken] != token) break;
-    }
-    accepted[row] = taken;
-    final_tokens[row] = token;
+int64_t accept(const T* logits, int64_t vocab, const int64_t* drafts, int64_t drafted,
+               int64_t* final_token) {
+  for (int64_t taken = 0;; ++taken) {
+    top_one(logits + taken * vocab, 1, vocab, final_token, nullptr);
+    if (taken >= drafted || drafts[taken] != *final_token) return taken;
   }
 }
 

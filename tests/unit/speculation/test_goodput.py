@@ -407,8 +407,8 @@ def test_one_good_row_beside_many_poor_ones_drafts_alone() -> None:
         policy.observe_acceptance(sampled, MAX, MAX, 0 if number % 4 else MAX)
     lengths = [policy._estimate(group).expected_accepted()[1] for group in (greedy, sampled)]
     assert lengths[0] < 16 * lengths[1]  # all of the many together gain more
-    made = {plan.groups for plan in policy._candidates({greedy: 1, sampled: 16})}
-    assert {frozenset(), frozenset({greedy}), frozenset({greedy, sampled})} <= made
+    made = {plan.groups for plan in policy._candidates({greedy: 1, sampled: 16}, MAX)}
+    assert made == {frozenset({greedy}), frozenset({sampled}), frozenset({greedy, sampled})}
 
 
 def test_a_swap_concerns_all_groups() -> None:
