@@ -46,19 +46,21 @@ def _begins(title: str, prefix: str) -> bool:
 
 def seconds() -> dict[int, tuple[str, float]]:
     """Role and processor seconds of all processes below this one, and of it (``client``)."""
-    used = {os.getpid(): ("client", _used(psutil.Process()))}
+    used = {}
     for role, process in ours():
         try:
             used[process.pid] = role, _used(process)
         except psutil.Error:
             continue
+    used[os.getpid()] = "client", _used(psutil.Process())
     return used
 
 
 def since(before: Mapping[int, tuple[str, float]]) -> dict[str, float]:
     """Processor seconds by role since ``before``; those of processes that have ended are lost."""
+    client = _used(psutil.Process())  # before it looks for the others, which takes its time
     spent: dict[str, float] = {}
-    for pid, (role, used) in seconds().items():
+    for pid, (role, used) in (seconds() | {os.getpid(): ("client", client)}).items():
         spent[role] = spent.get(role, 0.0) + used - before.get(pid, ("", 0.0))[1]
     return {role: round(used, 2) for role, used in spent.items()}
 
