@@ -509,11 +509,11 @@ class GoodputPolicy:
             elif falling == _FALLING:
                 break
         plain = goodput(DraftChoice())
-        present = DraftChoice(self._choice.k, self._choice.groups & set(rows))
-        drafting = bool(present.k and present.groups)
-        if promised < plain * _required_gain(others + sum(rows.values()), drafting=drafting):
+        groups = self._choice.groups & set(rows)
+        present = DraftChoice(self._choice.k, groups) if groups else DraftChoice()
+        if promised < plain * _required_gain(others + sum(rows.values()), drafting=bool(groups)):
             return DraftChoice(), plain
-        kept = goodput(present) if drafting else plain
+        kept = goodput(present)
         return (best, promised) if promised > _HYSTERESIS * kept else (present, kept)
 
     def _probe_tokens(
