@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _started: dict[int, float] = {}  # pid to start time of the session's processes
 _core: set[int] = set()  # pids of Ray's control store and raylet
+_bounded: list[threading.Thread] = []  # of `run_bounded`
 _killed = threading.Event()
 
 
@@ -100,7 +101,7 @@ def _init(**options: Any) -> None:
     import ray  # reads the environment when it is imported
     from ray._private import auto_init_hook
 
-    # A stop that took too long goes on in its thread: its next call must not start another session.
+    # A call that took too long goes on in its thread: its next must not start another session.
     auto_init_hook.enable_auto_connect = False
     if ray.is_initialized():
         again = "cannot have another: its last was killed" if was_killed() else "has one already"
@@ -228,11 +229,18 @@ def run_bounded(call: Callable[[], None], seconds: float) -> bool:
         False if the call has not completed; it continues in a thread.
     """
     thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
+    _bounded.append(thread)
     thread.start()
     deadline = time.monotonic() + seconds
     while thread.is_alive() and time.monotonic() < deadline and is_whole():
         thread.join(0.05)
     return not thread.is_alive()
+
+
+def _calls() -> bool:
+    """Whether a call of :func:`run_bounded` still runs."""
+    _bounded[:] = [thread for thread in _bounded if thread.is_alive()]
+    return bool(_bounded)
 
 
 def _quietly(call: Callable[[], None]) -> None:
@@ -253,7 +261,10 @@ def stop_ray() -> None:
         return
     _started.update(_descendants(_started))
     deadline = time.monotonic() + GRACE_S
-    if ray.is_initialized() and is_whole():
+    # A thread that calls into Ray after its shutdown ends this process, with Ray's exit code.
+    while is_whole() and _calls() and time.monotonic() < deadline - GRACE_S / 2:
+        time.sleep(0.05)
+    if ray.is_initialized() and is_whole() and not _calls():
         run_bounded(ray.shutdown, GRACE_S)
     hangs = ray.is_initialized()
     while not hangs and _alive(_started) and time.monotonic() < deadline:

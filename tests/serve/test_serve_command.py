@@ -111,7 +111,9 @@ def test_a_stop_that_streams_delay_starts_no_second_session(
             time.sleep(1.0)
             assert not all(stream.done() for stream in streams)
             process.send_signal(signal.SIGINT)
-            assert ended(process, 60) == 0
+            code = ended(process, 60)
+            assert process.stdout is not None
+            assert code == 0, process.stdout.read()
             for stream in streams:
                 stream.result()
         sessions = Path("/tmp/ray").glob(f"session_*_{process.pid}")
