@@ -7,7 +7,8 @@ by more than what is sought. Each block of prompts runs four ways in a rotating 
 `speculative.draft: off` is without drafts, `store: false` without records, and with neither the
 router has nothing to do. After each run the server rests until it has handed its records over, and
 then they are purged: the next run of a prompt must find nothing in suffixes. Ratios of speeds are
-means of log-ratios of blocks with 95 % t intervals.
+means of log-ratios of blocks with 95 % t intervals; processor time, that of the rest included, is a
+mean of all answers.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
 import httpx
+import processes
 from clients import Load, chat
 from harness import Timing, arguments, machine, paired_ratio, parsed, rotation, say, show, write
 from models import find_models
@@ -39,55 +42,70 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 _LEAST = 5  # prompts of a block
 _REST_S = 0.5
+_SHOWN = ("target", "ingress", "client")  # roles of processes
 
 
-def run(url: str, prompts: Sequence[Prompt], in_flight: int, **fields: Any) -> tuple[int, float]:
-    """Tokens and seconds of streamed answers.
+def run(
+    url: str, prompts: Sequence[Prompt], in_flight: int, **fields: Any
+) -> tuple[int, float, dict[str, float]]:
+    """Tokens and seconds of streamed answers, and processor seconds by role until all is at rest.
 
     Raises:
         RuntimeError: a request failed.
     """
     common = {"stream": True, "ignore_eos": True} | fields
-    began = time.monotonic()
+    used, began = processes.seconds(), time.monotonic()
     asked = [chat(prompt.text, **common) for prompt in prompts]
     replies = asyncio.run(Load(url, asked, in_flight).run())
     seconds = time.monotonic() - began
     if errors := [reply.error for reply in replies if reply.error is not None]:
         raise RuntimeError(errors[0])
     time.sleep(_REST_S)
+    spent = processes.since(used)
     httpx.post(f"{url}/v1/paceline/replay/purge", json={}, timeout=60).raise_for_status()
-    return sum(len(reply.token_ids) for reply in replies), seconds
+    return sum(len(reply.token_ids) for reply in replies), seconds, spent
 
 
 def measure(
     url: str, prompts: Iterator[Prompt], in_flight: int, options: argparse.Namespace
-) -> list[Timing]:
-    """All blocks of so many requests in flight; an earlier one warms the server up."""
-    timings = []
+) -> list[tuple[Timing, dict[str, float]]]:
+    """All blocks of so many requests in flight; an earlier one warms the server up.
+
+    With each the processor seconds by role.
+    """
+    found = []
     for block in range(-1, options.blocks):
         own = list(islice(prompts, max(2 * in_flight, _LEAST)))
         for way in rotation(list(WAYS), block):
             fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
             fields |= WAYS[way]
-            tokens, seconds = run(url, own, in_flight, **fields)
+            tokens, seconds, spent = run(url, own, in_flight, **fields)
             if block >= 0:
-                timings.append(Timing(way, block, "", tokens, seconds))
+                found.append((Timing(way, block, "", tokens, seconds), spent))
         say(f"{in_flight} in flight: block {block + 1} of {options.blocks}")
-    return timings
+    return found
 
 
-def summary(in_flight: int, timings: Sequence[Timing]) -> list[dict[str, Any]]:
-    """A row per way."""
-    return [
-        {
-            "in flight": in_flight,
-            "": way,
-            "tokens/s": sum(t.tokens for t in timings if t.variant == way)
-            / sum(t.seconds for t in timings if t.variant == way),
-        }
-        | ({} if way == NEITHER else asdict(paired_ratio(timings, way, NEITHER)))
-        for way in WAYS
-    ]
+def summary(
+    in_flight: int, max_tokens: int, found: Sequence[tuple[Timing, dict[str, float]]]
+) -> list[dict[str, Any]]:
+    """A row per way; processor milliseconds are those of an answer."""
+    rows, timings = [], [timing for timing, _ in found]
+    for way in WAYS:
+        own = [(timing, spent) for timing, spent in found if timing.variant == way]
+        tokens = sum(timing.tokens for timing, _ in own)
+        used: defaultdict[str, float] = defaultdict(float)
+        for _, spent in own:
+            for role, seconds in spent.items():
+                name = role if role in _SHOWN else "others"
+                used[name] += 1e3 * seconds * max_tokens / tokens
+        rows.append(
+            {"in flight": in_flight, "": way}
+            | {"tokens/s": tokens / sum(timing.seconds for timing, _ in own)}
+            | {f"{role}, ms": used[role] for role in (*_SHOWN, "others")}
+            | ({} if way == NEITHER else asdict(paired_ratio(timings, way, NEITHER)))
+        )
+    return rows
 
 
 def main() -> None:
@@ -110,8 +128,8 @@ def main() -> None:
     prompts = iter(interleaved(topics))
     with application(options.target, options.port, keys) as running:
         for in_flight in options.in_flight:
-            timings = measure(running.base_url, prompts, in_flight, options)
-            rows += summary(in_flight, timings)
+            found = measure(running.base_url, prompts, in_flight, options)
+            rows += summary(in_flight, options.max_tokens, found)
     settings = vars(options) | {"out": str(options.out), "data": source_of(options.data)}
     write(options.out / "defaults.json", {"machine": machine(), "settings": settings, "rows": rows})
     show("Speed, and over neither drafts nor records", rows)

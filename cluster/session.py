@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _started: dict[int, float] = {}  # pid to start time of the session's processes
 _core: set[int] = set()  # pids of Ray's control store and raylet
-_bounded: list[threading.Thread] = []  # of `run_bounded`
+_callers: list[threading.Thread] = []  # that call into Ray, or have done
 _killed = threading.Event()
 
 
@@ -211,7 +211,7 @@ def in_background(call: Callable[[], T]) -> Future[T]:
     An executor would join its thread, even after a signal; in a dead session that takes minutes.
     """
     done: Future[T] = Future()
-    threading.Thread(target=_settle, args=(call, done), daemon=True).start()
+    _start_caller(lambda: _settle(call, done))
     return done
 
 
@@ -228,32 +228,38 @@ def run_bounded(call: Callable[[], None], seconds: float) -> bool:
     Returns:
         False if the call has not completed; it continues in a thread.
     """
-    thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
-    _bounded.append(thread)
-    thread.start()
+    thread = _start_caller(lambda: _quietly(call))
     deadline = time.monotonic() + seconds
     while thread.is_alive() and time.monotonic() < deadline and is_whole():
         thread.join(0.05)
     return not thread.is_alive()
 
 
-def _calls() -> bool:
-    """Whether a call of :func:`run_bounded` still runs."""
-    _bounded[:] = [thread for thread in _bounded if thread.is_alive()]
-    return bool(_bounded)
+def _start_caller(call: Callable[[], None]) -> threading.Thread:
+    """Call in a daemon thread, beneath which :func:`stop_ray` does not shut Ray down."""
+    thread = threading.Thread(target=call, daemon=True)
+    _callers.append(thread)
+    thread.start()
+    return thread
+
+
+def _ray_is_called() -> bool:
+    return any(thread.is_alive() for thread in _callers)
 
 
 def _quietly(call: Callable[[], None]) -> None:
     try:
         call()
     except Exception:
-        logger.warning("a part did not end cleanly", exc_info=True)
+        if not was_killed():  # then nothing could
+            logger.warning("a part did not end cleanly", exc_info=True)
 
 
 def stop_ray() -> None:
     """End the session of :func:`start_ray`; kill processes that outlive Ray's shutdown by seconds.
 
-    A second call does nothing.
+    A second call does nothing. If a call into Ray goes on for seconds too, everything is killed,
+    and this process can start no further session.
     """
     import ray
 
@@ -262,10 +268,10 @@ def stop_ray() -> None:
     _started.update(_descendants(_started))
     deadline = time.monotonic() + GRACE_S
     # A thread that calls into Ray after its shutdown ends this process, with Ray's exit code.
-    while is_whole() and _calls() and time.monotonic() < deadline - GRACE_S / 2:
+    while is_whole() and _ray_is_called() and time.monotonic() < deadline - GRACE_S / 2:
         time.sleep(0.05)
-    if ray.is_initialized() and is_whole() and not _calls():
-        run_bounded(ray.shutdown, GRACE_S)
+    if ray.is_initialized() and is_whole() and not _ray_is_called():
+        run_bounded(ray.shutdown, deadline - time.monotonic())
     hangs = ray.is_initialized()
     while not hangs and _alive(_started) and time.monotonic() < deadline:
         time.sleep(0.05)

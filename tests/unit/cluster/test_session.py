@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from paceline.cluster import session
 from paceline.cluster.session import MARK, orphans
@@ -45,6 +46,36 @@ def test_nothing_is_waited_for_once_the_session_s_core_has_died(
     assert not session.run_bounded(lambda: release.wait(60) and None, 30)
     assert time.monotonic() - began < 10
     release.set()
+
+
+@pytest.mark.parametrize("call_s", [0.0, 0.2, 60.0])
+def test_ray_is_not_shut_down_beneath_a_call_into_it(
+    monkeypatch: pytest.MonkeyPatch, call_s: float
+) -> None:
+    """It would end the process with an exit code of its own."""
+    done, release, killed = list[str](), threading.Event(), list[bool]()
+    monkeypatch.setattr(session, "GRACE_S", 2.0)
+    monkeypatch.setattr(session, "_started", {2**22 + 1: 0.0})  # never runs
+    monkeypatch.setattr(session, "_kill_all", lambda *, beyond_ray: killed.append(beyond_ray))
+    monkeypatch.setattr(ray, "is_initialized", lambda: "shut down" not in done)
+    monkeypatch.setattr(ray, "shutdown", lambda: done.append("shut down"))
+
+    def call() -> None:
+        release.wait(call_s)
+        done.append("called")
+
+    try:
+        if call_s == 0.2:
+            session.in_background(call)
+        else:
+            session.run_bounded(call, 0.1)
+        began = time.monotonic()
+        session.stop_ray()
+        assert time.monotonic() - began < 10
+        assert done == ([] if call_s == 60.0 else ["called", "shut down"])
+        assert killed == [call_s == 60.0]  # beyond Ray, or only what outlived it
+    finally:
+        release.set()
 
 
 def test_only_orphaned_processes_are_found_and_killed(
