@@ -8,14 +8,33 @@
 
 namespace {
 
+// The largest of the entries, NaNs aside, -inf if there is none. By lanes: compilers do not vectorise
+// a maximum of floats.
+template <class T>
+float largest_of(const T* values, int64_t count) {
+  constexpr int64_t kAtOnce = 64;
+  float most[kAtOnce];
+  std::fill_n(most, kAtOnce, -std::numeric_limits<float>::infinity());
+  int64_t at = 0;
+  for (; at + kAtOnce <= count; at += kAtOnce) {
+#pragma omp simd
+    for (int64_t i = 0; i < kAtOnce; ++i) {
+      const float value = widen(values[at + i]);
+      most[i] = value > most[i] ? value : most[i];
+    }
+  }
+  for (; at < count; ++at) most[0] = std::max(most[0], widen(values[at]));
+  return *std::max_element(most, most + kAtOnce);
+}
+
 // Finds the first index of the largest entry of n rows and, if `probs` is given, its softmax.
 template <class T>
 void top_one(const T* logits, int64_t n, int64_t size, int64_t* ids, float* probs) {
+  constexpr int64_t kBlock = 512;
   for (int64_t row = 0; row < n; ++row, logits += size) {
-    float largest = -std::numeric_limits<float>::infinity();
-#pragma omp simd reduction(max : largest)
-    for (int64_t i = 0; i < size; ++i) largest = std::max(largest, widen(logits[i]));
+    const float largest = largest_of(logits, size);
     int64_t at = 0;
+    while (at + kBlock < size && largest_of(logits + at, kBlock) != largest) at += kBlock;
     while (at + 1 < size && widen(logits[at]) != largest) ++at;
     ids[row] = at;
     if (probs == nullptr) continue;
