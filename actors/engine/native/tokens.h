@@ -8,8 +8,8 @@
 
 namespace {
 
-// The largest of the entries, NaNs aside, -inf if there is none. By lanes: compilers do not vectorise
-// a maximum of floats.
+// The largest of the entries, NaNs aside, -inf if there is none. By lanes: GCC does not vectorise the
+// maximum of a whole row.
 template <class T>
 float largest_of(const T* values, int64_t count) {
   constexpr int64_t kAtOnce = 64;
