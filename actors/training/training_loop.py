@@ -31,7 +31,6 @@ from paceline.actors.training.topic_schedule import topic_priorities
 from paceline.actors.training.topic_stats import (
     StatsByTopic,
     TopicStats,
-    inserted,
     to_learn_from,
     total,
 )
@@ -44,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 # Raised with every change of what is decided here, in the gate, the candidate or the learning-rate
 # scale: benchmark results that were made under other rules are then not taken for today's.
-RULES = 4
+RULES = 5
 _AT_ONCE = 32  # records that are decoded under one permit: some milliseconds
 _DIVERGED = "the training loss is not finite"
 
@@ -133,7 +132,9 @@ class TrainingLoop:
         if versions is None:
             self._update(state="waiting for the registry", topic=None)
             return False
-        state, fruitless = self._topics.state(topic), self._fruitless(topic)
+        state = self._topics.state(topic)
+        seen = self._topics.inserted(topic, stats)
+        fruitless = self._topics.progress_of_last(topic, self._candidates.get(topic)).fruitless
         if topic not in stats and topic != GENERAL:  # slow or dead: the next round shows which
             self._update(state="waiting for its shard")
             return False
@@ -154,8 +155,8 @@ class TrainingLoop:
             if isinstance(error, WorkerGroupError):
                 self._drop_candidates()
             raise
-        finally:
-            state.ended_at = self._clock()
+        if trained:  # a round that judged nothing leaves its records new
+            state.inserted, state.ended_at = seen, self._clock()
         state.backoff.reset()
         self._note_plateau(topic, fruitless)
         return trained
@@ -212,7 +213,6 @@ class TrainingLoop:
             candidate.begin_round(to_learn_from(stats, topic))
         self._base_on_general(candidate, versions.get(GENERAL, 0))
         self._update(state="training", topic=topic, steps=candidate.steps)
-        self._topics.state(topic).inserted = inserted(stats, topic)
         train = candidate.usable(self._training_records(topic, stats))
         if not train:
             raise TopicNotTrainable("no usable records to learn from")
@@ -417,13 +417,9 @@ class TrainingLoop:
         logger.info("%s: rejected %s", candidate.topic, facts)
         self._client.reject(candidate.topic, facts)
 
-    def _fruitless(self, topic: str) -> int:
-        candidate = self._candidates.get(topic)
-        return 0 if candidate is None else candidate.fruitless
-
     def _note_plateau(self, topic: str, before: int) -> None:
         """Note that a topic has reached a plateau; ``before`` are fruitless rounds before this."""
-        now, enough = self._fruitless(topic), self._settings.schedule.max_rejections
+        now, enough = self.candidate(topic).fruitless, self._settings.schedule.max_rejections
         if before < enough <= now:
             why = f"{now} rounds in a row without an expected gain: training pauses"
             self._client.note(topic, {"outcome": "plateau", "reason": why})

@@ -21,7 +21,7 @@ from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.record import ReplayRecord, encode, is_synthetic, synthetic_id
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.gate import GateSettings
-from paceline.actors.training.permits import Assignment
+from paceline.actors.training.permits import Assignment, TopicProgress
 from paceline.actors.training.progress import LeaseRevoked, Stopped
 from paceline.actors.training.settings import DistillerSettings, Loss, ObjectiveSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
@@ -376,6 +376,49 @@ def test_a_round_that_waited_long_for_its_first_permit_counts_as_seldom_permitte
     assert loop.run_round()
     assert loop.progress.micro_steps > 1
     assert 0.0 < loop._steps._permit_share < 0.1
+
+
+def test_a_round_without_a_judgement_leaves_its_records_new(draft: Path, tmp_path: Path) -> None:
+    client, clock = filled(tmp_path), Ticks()
+    settings = trainer_settings(draft, ("sql",), max_round_s=10.0)
+    loop = TrainingLoop(settings, client, clock=clock, sleep=lambda _seconds: None)
+
+    def permit() -> bool:  # each takes longer than a round may
+        clock.now += 20.0 * (loop.progress.state == "training")
+        return True
+
+    client.permitted = permit
+    assert not loop.run_round()
+    state = loop._topics.state("sql")
+    assert not loop.progress.micro_steps
+    assert (state.inserted, state.ended_at < 1.0) == (0, True)
+    client.permitted = lambda: True
+    assert loop.run_round()
+    assert state.inserted == client.stats()["sql"].inserted_total
+    assert state.ended_at > 1.0
+
+
+@pytest.mark.parametrize(("theirs", "notes"), [(2, 1), (3, 0)])
+def test_a_plateau_that_another_trainer_has_noted_is_not_noted_again(
+    draft: Path, tmp_path: Path, theirs: int, notes: int
+) -> None:
+    client = filled(tmp_path)
+    still = DistillerSettings(learning_rate=0.0, dtype="float32")
+    schedule = ScheduleSettings(
+        min_train=4, min_held_out=3, min_new=1, rest_growth=0.0, least_hope=1.0
+    )
+    loop = make_loop(
+        trainer_settings(draft, ("sql",), distiller=still, schedule=schedule, round_seconds=0.05),
+        client,
+    )
+    client.topic_progress = lambda: {  # type: ignore[method-assign]
+        "sql": TopicProgress(fruitless=theirs, rejections=theirs)
+    }
+    assert loop.run_round()
+    assert loop.candidate("sql").fruitless == theirs + 1
+    assert client.registry is not None
+    outcomes = [d["outcome"] for d in client.registry.history("sql")]
+    assert outcomes.count("plateau") == notes
 
 
 def test_a_lease_revoked_during_a_checkpoint_keeps_the_publication(
