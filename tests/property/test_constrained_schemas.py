@@ -21,7 +21,8 @@ from paceline.actors.engine.grammar import GrammarError, GrammarState, allowed_t
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
 
-FORMATS = FormatChecker()
+FORMATS = FormatChecker(())
+FORMATS.checkers = dict(Validator.FORMAT_CHECKER.checkers)  # of this draft of JSON Schema
 
 
 @FORMATS.checks("date", raises=ValueError)
