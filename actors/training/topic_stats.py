@@ -97,8 +97,8 @@ class TopicState:
     """A topic's state after this trainer's last round of it.
 
     Attributes:
-        inserted: records of the topic at the round's beginning.
-        ended_at: end of the last round, this trainer's or another's, monotonic seconds.
+        inserted: records of the topic at the beginning of the last round that moved weights.
+        ended_at: end of the round, monotonic seconds.
         stable: stable weight_version.
         rolled_back: candidates of that version that were rolled back, in a row.
         backoff: after rounds that could not train the topic, seconds.
@@ -153,9 +153,6 @@ class TopicStats:
 
     def update_progress(self, others: Mapping[str, TopicProgress]) -> None:
         """Take the progress of other trainers on the topics that they had last."""
-        for topic in others.keys() & self._states.keys():
-            if others[topic] != self._others.get(topic):  # it has had a round meanwhile
-                self._states[topic].ended_at = self._clock()
         self._others = others
 
     def others_progress(self, topic: str) -> TopicProgress | None:
@@ -180,14 +177,10 @@ class TopicStats:
             rolled_back=rolled_back,
         )
 
-    def progress_of_last(self, topic: str, candidate: Candidate | None) -> TopicProgress:
-        """Progress of whichever trainer had the topic last; ``candidate`` is this one's."""
-        return self._others.get(topic) or self.progress(topic, candidate)
-
     def inserted(self, topic: str, stats: StatsByTopic) -> int:
         """Records inserted into a topic's shard since it started, into all of them for ``general``.
 
-        One that does not answer counts with what it last said: it has not started again.
+        One that does not answer counts with what it last said, as if it had not started again.
         """
         self._inserted.update({name: shard.inserted_total for name, shard in stats.items()})
         return sum(self._inserted.values()) if topic == GENERAL else self._inserted.get(topic, 0)
@@ -207,10 +200,11 @@ class TopicStats:
     def _view(
         self, topic: str, stats: StatsByTopic, candidate: Candidate | None, now: float
     ) -> TopicView:
-        state, progress = self._states[topic], self.progress_of_last(topic, candidate)
+        state, others = self._states[topic], self._others.get(topic)
+        progress = others or self.progress(topic, candidate)
         records = self.inserted(topic, stats)
         # Another trainer's candidate has its trial first: from here it would be lost.
-        on_trial = topic in self._others and self.live.candidate(topic) is not None
+        on_trial = others is not None and self.live.candidate(topic) is not None
         return TopicView(
             name=topic,
             records_train=to_learn_from(stats, topic),

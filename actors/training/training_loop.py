@@ -133,8 +133,7 @@ class TrainingLoop:
             self._update(state="waiting for the registry", topic=None)
             return False
         state = self._topics.state(topic)
-        seen = self._topics.inserted(topic, stats)
-        fruitless = self._topics.progress_of_last(topic, self._candidates.get(topic)).fruitless
+        seen, fruitless = self._topics.inserted(topic, stats), self._fruitless(topic)
         if topic not in stats and topic != GENERAL:  # slow or dead: the next round shows which
             self._update(state="waiting for its shard")
             return False
@@ -155,8 +154,10 @@ class TrainingLoop:
             if isinstance(error, WorkerGroupError):
                 self._drop_candidates()
             raise
-        if trained:  # a round that judged nothing leaves its records new
-            state.inserted, state.ended_at = seen, self._clock()
+        finally:
+            state.ended_at = self._clock()
+        if trained:  # one that was broken off, or found no time, leaves its records new
+            state.inserted = seen
         state.backoff.reset()
         self._note_plateau(topic, fruitless)
         return trained
@@ -297,7 +298,8 @@ class TrainingLoop:
             candidate.rejections = candidate.fruitless = state.rolled_back
         if (others := self._topics.others_progress(topic)) is not None:
             candidate.rejections, candidate.fruitless = others.rejections, others.fruitless
-            state.rolled_back = others.rolled_back
+            state.rolled_back, state.inserted = others.rolled_back, others.inserted
+            candidate.acceptance = others.acceptance
             candidate.scale_rate(others.rate_share)
 
     def _load_stable(self, candidate: Candidate) -> None:
@@ -416,6 +418,13 @@ class TrainingLoop:
         self._count_rejection(candidate)
         logger.info("%s: rejected %s", candidate.topic, facts)
         self._client.reject(candidate.topic, facts)
+
+    def _fruitless(self, topic: str) -> int:
+        """Fruitless rounds in a row, as the trainer that had the last one counts them."""
+        others, candidate = self._topics.others_progress(topic), self._candidates.get(topic)
+        if others is not None:
+            return others.fruitless
+        return 0 if candidate is None else candidate.fruitless
 
     def _note_plateau(self, topic: str, before: int) -> None:
         """Note that a topic has reached a plateau; ``before`` are fruitless rounds before this."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import date
 from functools import cache
 from typing import Any
 
@@ -25,12 +24,12 @@ FORMATS = FormatChecker(())
 FORMATS.checkers = dict(Validator.FORMAT_CHECKER.checkers)  # of this draft of JSON Schema
 
 
-@FORMATS.checks("date", raises=ValueError)
+@FORMATS.checks("date")
 def is_date(value: object) -> bool:
     """Whether it is a date of RFC 3339, which has a year 0000 where Python has none."""
-    if isinstance(value, str):
-        date.fromisoformat("2000-" + value[5:] if value.startswith("0000-") else value)
-    return True  # only strings have a format
+    if isinstance(value, str) and value.startswith("0000-"):
+        value = "2000-" + value[5:]
+    return Validator.FORMAT_CHECKER.conforms(value, "date")
 
 
 MAX_TOKENS = 72

@@ -10,7 +10,6 @@ from replay_samples import make_record
 
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.training.permits import TopicProgress
 from paceline.actors.training.topic_stats import TopicStats, requests
 
 
@@ -28,6 +27,8 @@ def test_a_silent_shard_has_not_started_again() -> None:
     shards = {name: ReplayShard(name, clock=lambda: 0.0) for name in ("general", "sql")}
     for number in range(4):
         shards["sql"].insert(encode(make_record(request_id=str(number), created=0.0)))
+    for number in range(3):
+        shards["general"].insert(encode(make_record(request_id=str(number), created=0.0)))
     every = {name: shard.stats() for name, shard in shards.items()}
     general = topics.state("general")
     general.inserted = topics.inserted("general", every)
@@ -36,20 +37,9 @@ def test_a_silent_shard_has_not_started_again() -> None:
         views = topics.views({name: every[name] for name in answered}, {})
         return next(view.new_records for view in views if view.name == topic)
 
-    assert general.inserted == 4
+    assert general.inserted == 7
     assert new_records("general", "general") == 0
     assert new_records("general", "general", "sql") == 0
     assert new_records("sql", "general") == 4
     every["sql"] = ReplayShard("sql", clock=lambda: 0.0).stats()  # this one has
     assert new_records("sql", "sql") == 0
-
-
-def test_the_wait_of_a_topic_ends_with_another_trainers_round() -> None:
-    clock = Ticks()
-    topics = TopicStats(trainer_settings(Path()), clock)
-    for now, fruitless, waited in [(100, 1, 0), (200, 1, 100), (300, 2, 0)]:
-        clock.now = float(now)
-        topics.update_progress({"sql": TopicProgress(fruitless=fruitless)})
-        by_name = {view.name: view for view in topics.views({}, {})}
-        assert by_name["sql"].waited_s == pytest.approx(waited, abs=0.1)
-        assert by_name["general"].waited_s == pytest.approx(now, abs=0.1)
