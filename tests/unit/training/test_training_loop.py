@@ -397,27 +397,63 @@ def test_a_round_that_found_no_time_leaves_its_records_new(draft: Path, tmp_path
     assert state.inserted == client.stats()["sql"].inserted_total
 
 
+def plateaued(draft: Path, client: LocalClient) -> TrainingLoop:
+    """A loop of sql whose draft cannot learn, without hope, that every new record starts again."""
+    still = DistillerSettings(learning_rate=0.0, dtype="float32")
+    schedule = ScheduleSettings(
+        min_train=4, min_held_out=3, min_new=1, rest_growth=0.0, least_hope=1.0
+    )
+    return make_loop(
+        trainer_settings(draft, ("sql",), distiller=still, schedule=schedule, round_seconds=0.05),
+        client,
+    )
+
+
+def plateaus(client: LocalClient) -> int:
+    assert client.registry is not None
+    return [d["outcome"] for d in client.registry.history("sql")].count("plateau")
+
+
 @pytest.mark.parametrize(("theirs", "notes"), [(2, 1), (3, 0)])
 def test_a_plateau_that_another_trainer_has_noted_is_not_noted_again(
     draft: Path, tmp_path: Path, theirs: int, notes: int
 ) -> None:
     client = filled(tmp_path)
-    still = DistillerSettings(learning_rate=0.0, dtype="float32")
-    schedule = ScheduleSettings(
-        min_train=4, min_held_out=3, min_new=1, rest_growth=0.0, least_hope=1.0
-    )
-    loop = make_loop(
-        trainer_settings(draft, ("sql",), distiller=still, schedule=schedule, round_seconds=0.05),
-        client,
-    )
+    loop = plateaued(draft, client)
     client.topic_progress = lambda: {  # type: ignore[method-assign]
         "sql": TopicProgress(fruitless=theirs, rejections=theirs)
     }
     assert loop.run_round()
     assert loop.candidate("sql").fruitless == theirs + 1
-    assert client.registry is not None
-    outcomes = [d["outcome"] for d in client.registry.history("sql")]
-    assert outcomes.count("plateau") == notes
+    assert plateaus(client) == notes
+
+
+def test_a_plateau_that_rollbacks_reach_is_noted(draft: Path, tmp_path: Path) -> None:
+    client = filled(tmp_path)
+    loop = plateaued(draft, client)
+    assert loop.run_round()
+    candidate = loop.candidate("sql")
+    candidate.fruitless, candidate.version = 0, 1  # published, and rolled back since
+    loop._topics.state("sql").rolled_back = 2
+    client.shards["sql"].insert(encode(training_record(5_000)))
+    assert loop.run_round()
+    assert plateaus(client) == 1
+
+
+def test_an_unfinished_round_hands_on_the_last_trainers_counts(draft: Path, tmp_path: Path) -> None:
+    client = filled(tmp_path)
+    loop = plateaued(draft, client)
+    theirs = TopicProgress(inserted=70, rejections=3, fruitless=3, acceptance=0.8)
+    client.topic_progress = lambda: {"sql": theirs}  # type: ignore[method-assign]
+    handed_on: list[TopicProgress | None] = []
+    client.release_topic = handed_on.append  # type: ignore[method-assign]
+    client.permitted = lambda: loop.progress.micro_steps < 1 or revoke()
+    assert not loop.run_round()
+    assert handed_on == [theirs]
+
+
+def revoke() -> bool:
+    raise LeaseRevoked
 
 
 def test_a_lease_revoked_during_a_checkpoint_keeps_the_publication(
