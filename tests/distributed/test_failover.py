@@ -70,16 +70,13 @@ def undisturbed(running: RunningApp) -> list[Reply]:
 
 
 async def disturbed(running: RunningApp, fault: str) -> list[Reply]:
-    """All requests at once; the fault when fifty streams have begun and not ended."""
+    """All requests at once; once every stream has begun and none has ended, the fault."""
     load = Load(running.base_url, requests())
     victim = processes.of("target")[0]
     answers = asyncio.create_task(load.run())
-
-    def running_streams() -> int:
-        return sum(reply.begun and reply.finish is None for reply in load.seen[:STREAMS])
-
     try:
-        await until(lambda: running_streams() >= 50, "fifty streams at once")
+        await until(lambda: load.begun >= STREAMS, "the first tokens of every stream")
+        assert sum(reply.finish is None for reply in load.seen[:STREAMS]) >= 50
         victim.kill() if fault == "kill" else victim.suspend()
         return await answers
     finally:
