@@ -48,7 +48,7 @@ class TopicProgress:
     """State of a topic at the end of a round, for the trainer that has the next one.
 
     Attributes:
-        inserted: the topic's records at the beginning of the round.
+        inserted: the topic's records at the beginning of the last round that moved weights.
         rejections: rounds in a row without a gain.
         fruitless: rounds in a row, up to the last, whose gain had no prospect.
         acceptance: expected acceptance of the served draft, None if it is not known.

@@ -60,7 +60,7 @@ class TopicView:
         name: of the topic.
         records_train: for training.
         records_held_out: for the gate.
-        new_records: since its last round began.
+        new_records: since its last round that moved weights began.
         traffic: recent requests, in any unit common to all topics.
         acceptance: expected acceptance of the served draft, None before the first gate.
         rejections: rejected rounds in a row.
