@@ -13,26 +13,32 @@ typedef uint64_t Words __attribute__((vector_size(64), aligned(8)));
 
 extern "C" {
 
-// Multiplies and adds `rounds` times in every chain; returns the floating point operations.
-// `value` is two bfloat16 numbers where the processor has their dot product, else a float.
-int64_t multiply_add(int64_t rounds, uint32_t value, float* out) {
+// Multiplies floats and adds them `rounds` times in every chain; returns the operations.
+int64_t multiply_add(int64_t rounds, float x, float* out) {
   Floats sums[kChains];
   for (int c = 0; c < kChains; ++c) sums[c] = Floats{} + static_cast<float>(c);  // none is another
-#if defined(__AVX512BF16__)
-  constexpr int64_t each = 4 * 16;
-  const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(value));
+  const Floats wide = Floats{} + x;
   for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 16
-    for (auto& sum : sums) sum = (Floats)_mm512_dpbf16_ps((__m512)sum, x, x);
-#else
-  constexpr int64_t each = 2 * 16;
-  const Floats x = Floats{} + static_cast<float>(value);
-  for (int64_t i = 0; i < rounds; ++i)
-#pragma GCC unroll 16
-    for (auto& sum : sums) sum += x * x;
-#endif
+    for (auto& sum : sums) sum += wide * wide;
   for (const auto& sum : sums) *out += sum[0];
-  return rounds * kChains * each;
+  return rounds * kChains * 2 * 16;
+}
+
+// The same with dot products of two bfloat16 numbers; 0 where the processor has none.
+int64_t dot_products(int64_t rounds, float x, float* out) {
+#if defined(__AVX512BF16__)
+  Floats sums[kChains];
+  for (int c = 0; c < kChains; ++c) sums[c] = Floats{} + static_cast<float>(c);
+  const __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_set1_ps(x), _mm512_set1_ps(x));
+  for (int64_t i = 0; i < rounds; ++i)
+#pragma GCC unroll 16
+    for (auto& sum : sums) sum = (Floats)_mm512_dpbf16_ps((__m512)sum, pairs, pairs);
+  for (const auto& sum : sums) *out += sum[0];
+  return rounds * kChains * 4 * 16;
+#else
+  return 0;
+#endif
 }
 
 // Sums `count` parts of 64 bytes.

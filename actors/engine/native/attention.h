@@ -1,28 +1,16 @@
 // Attention over the paged KV cache.
 //
 // A block of the cache holds one head after another, so that a head is read in one stretch: position
-// by position, or as dot products of bfloat16 take it (see store_token()).
+// by position, or in pairs of bfloat16 (see store_token()).
 #pragma once
 
 #include <vector>
 
 #include "layers.h"
-
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
+#include "products.h"
 
 namespace {
 
-// Vectors of the processor's width.
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-typedef float Vector __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Lanes __attribute__((vector_size(4 * kLanes)));
 
 // Selects lanes of the concatenation of `a` and `b`.
@@ -208,83 +196,81 @@ void attend_tile(const Attention& a, const int32_t* table, const T* keys, const 
   }
 }
 
-#if defined(__AVX512BF16__)
+// The same for bfloat16 where a vector has 16 lanes, by pairs as products.h takes them: of two columns
+// for a score, and of two positions, whose weights are rounded to bfloat16 as transformers' modules do,
+// for a sum. A query's bits do not depend on the others. Sums that were inlined would not stay in
+// registers.
+constexpr int64_t kAtOnce = 4;  // queries
+using PairStep = Step<Bf16>;
+using PairInput = PairStep::Input;
 
-// The same for bfloat16 by the processor's dot products: of two columns for a score, and of two
-// positions, whose weights are rounded to bfloat16 as transformers' modules do, for a sum. A query's
-// bits do not depend on the others. Sums that were inlined would not stay in registers.
-constexpr int64_t kDots = 4;  // queries at a time
-
-inline __m512bh broadcast_pair(const Bf16* from) {
-  int32_t pair;
-  std::memcpy(&pair, from, sizeof pair);
-  return (__m512bh)_mm512_set1_epi32(pair);
+inline Pairs load_pairs(const Bf16* from) {
+  Pairs own;
+  std::memcpy(&own, from, sizeof own);
+  return own;
 }
 
 // Scores of Q queries with a tile of 16 keys.
 template <int Q>
-__attribute__((noinline)) void score_dots(const Bf16* keys, int64_t pairs, const Query<Bf16>* queries,
-                                          float scale, int64_t at) {
-  const Bf16* rotated[Q];
+__attribute__((noinline)) void score_pairs(const Bf16* keys, int64_t pairs,
+                                           const Query<PairInput>* queries, float scale, int64_t at) {
+  const PairInput* rotated[Q];
   for (int q = 0; q < Q; ++q) rotated[q] = queries[q].rotated;
-  __m512 sums[Q][2] = {};
+  Vector sums[Q][2] = {};
   for (int64_t j = 0; j < pairs; j += 2)
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      const auto words = (__m512bh)_mm512_loadu_si512(keys + 32 * (j + i));
+      const Pairs own = load_pairs(keys + 32 * (j + i));
 #pragma GCC unroll 8
-      for (int q = 0; q < Q; ++q)
-        sums[q][i] = _mm512_dpbf16_ps(sums[q][i], words, broadcast_pair(rotated[q] + 2 * (j + i)));
+      for (int q = 0; q < Q; ++q) PairStep::add(sums[q][i], own, rotated[q] + 2 * (j + i));
     }
   for (int q = 0; q < Q; ++q) {
-    const __m512 sum = _mm512_mul_ps(_mm512_add_ps(sums[q][0], sums[q][1]), _mm512_set1_ps(scale));
-    _mm512_storeu_ps(queries[q].scores + at, sum);
+    const Vector sum = (sums[q][0] + sums[q][1]) * scale;
+    std::memcpy(queries[q].scores + at, &sum, sizeof sum);
   }
 }
 
 // Adds weighted values of pairs of positions to the sums of Q queries, 16 * N columns.
 template <int Q, int N>
-__attribute__((noinline)) void add_dots(const Query<Bf16>* queries, int64_t at, const Bf16* values,
-                                        int64_t dim, int64_t pairs, int64_t column) {
-  const Bf16* weights[Q];
-  __m512 sums[Q][N];
+__attribute__((noinline)) void add_pairs(const Query<PairInput>* queries, int64_t at,
+                                         const Bf16* values, int64_t dim, int64_t pairs,
+                                         int64_t column) {
+  const PairInput* weights[Q];
+  Vector sums[Q][N];
   for (int q = 0; q < Q; ++q) {
     weights[q] = queries[q].weights + at;
-    for (int n = 0; n < N; ++n) sums[q][n] = _mm512_loadu_ps(queries[q].sum + column + 16 * n);
+    std::memcpy(sums[q], queries[q].sum + column, sizeof sums[q]);
   }
   values += 2 * column;
-  for (int64_t p = 0; p < pairs; ++p, values += 2 * dim) {
-    __m512bh own[N];
-    for (int n = 0; n < N; ++n) own[n] = (__m512bh)_mm512_loadu_si512(values + 32 * n);
-#pragma GCC unroll 8
-    for (int q = 0; q < Q; ++q) {
-      const __m512bh weight = broadcast_pair(weights[q] + 2 * p);
+  for (int64_t p = 0; p < pairs; ++p, values += 2 * dim)
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[q][n] = _mm512_dpbf16_ps(sums[q][n], own[n], weight);
+    for (int n = 0; n < N; ++n) {
+      const Pairs own = load_pairs(values + 32 * n);
+#pragma GCC unroll 8
+      for (int q = 0; q < Q; ++q) PairStep::add(sums[q][n], own, weights[q] + 2 * p);
     }
-  }
-  for (int q = 0; q < Q; ++q)
-    for (int n = 0; n < N; ++n) _mm512_storeu_ps(queries[q].sum + column + 16 * n, sums[q][n]);
+  for (int q = 0; q < Q; ++q) std::memcpy(queries[q].sum + column, sums[q], sizeof sums[q]);
 }
 
 // Adds one pair that a query sees, or the first of it, which is its last.
-inline void add_last(const Attention& a, const Query<Bf16>& query, int64_t at, const Bf16* values) {
+inline void add_last(const Attention& a, const Query<PairInput>& query, int64_t at,
+                     const Bf16* values) {
   if (at > query.last) return;
   const bool both = at < query.last;
-  const Bf16 pair[2] = {query.weights[at], both ? query.weights[at + 1] : Bf16{}};
-  const __m512i seen = _mm512_set1_epi32(both ? -1 : 0xffff);
-  for (int64_t d = 0; d < a.dim; d += 16) {
-    const __m512i own = _mm512_and_si512(_mm512_loadu_si512(values + 2 * d), seen);
-    const __m512 sum = _mm512_loadu_ps(query.sum + d);
-    _mm512_storeu_ps(query.sum + d, _mm512_dpbf16_ps(sum, (__m512bh)own, broadcast_pair(pair)));
+  const PairInput weights[2] = {query.weights[at], both ? query.weights[at + 1] : PairInput{}};
+  for (int64_t d = 0; d < a.dim; d += kLanes) {
+    Vector sum;
+    std::memcpy(&sum, query.sum + d, sizeof sum);
+    PairStep::add(sum, load_pairs(values + 2 * d) & (both ? ~0u : 0xffffu), weights);
+    std::memcpy(query.sum + d, &sum, sizeof sum);
   }
 }
 
 // Calls f(first query, number of them as a constant) for groups of queries.
 template <class F>
-void by_dots(int64_t count, const F& f) {
+void each_group(int64_t count, const F& f) {
   int64_t q = 0;
-  for (; q + kDots <= count; q += kDots) f(q, std::integral_constant<int, kDots>{});
+  for (; q + kAtOnce <= count; q += kAtOnce) f(q, std::integral_constant<int, kAtOnce>{});
   switch (count - q) {
     case 1: return f(q, std::integral_constant<int, 1>{});
     case 2: return f(q, std::integral_constant<int, 2>{});
@@ -292,8 +278,8 @@ void by_dots(int64_t count, const F& f) {
   }
 }
 
-inline void attend_tile(const Attention& a, const int32_t* table, const Bf16* keys,
-                        const Bf16* values, Query<Bf16>* queries, int64_t count) {
+inline void attend_tile_by_pairs(const Attention& a, const int32_t* table, const Bf16* keys,
+                                 const Bf16* values, Query<PairInput>* queries, int64_t count) {
   const int64_t block = a.block_size * a.kv_heads * a.dim;
   int64_t first = queries[0].first, last = queries[0].last, all = queries[0].last;
   for (int64_t q = 1; q < count; ++q) {
@@ -308,16 +294,17 @@ inline void attend_tile(const Attention& a, const int32_t* table, const Bf16* ke
     for (int64_t p = 0; p < a.block_size; p += 16) {
       const int64_t at = column * a.block_size + p;
       if (at > last) break;
-      by_dots(count, [&](int64_t q, auto dots) {
-        score_dots<dots.value>(own + p * a.dim, a.dim / 2, queries + q, a.scale, at);
+      each_group(count, [&](int64_t q, auto some) {
+        score_pairs<some.value>(own + p * a.dim, a.dim / 2, queries + q, a.scale, at);
       });
     }
   }
   for (int64_t q = 0; q < count; ++q) {
-    const Query<Bf16>& own = queries[q];
+    const Query<PairInput>& own = queries[q];
     const float total = softmax(own.scores + own.first, own.last + 1 - own.first);
-    std::fill(own.weights + begin * a.block_size, own.weights + own.first, Bf16{});
-    for (int64_t p = own.first; p <= own.last; ++p) own.weights[p] = narrow<Bf16>(own.scores[p]);
+    std::fill(own.weights + begin * a.block_size, own.weights + own.first, PairInput{});
+    for (int64_t p = own.first; p <= own.last; ++p)
+      own.weights[p] = PairStep::input(own.scores[p]);
     std::fill(own.sum, own.sum + a.dim, 0.0f);
     own.sum[a.dim] = total;  // padded(dim) is dim
   }
@@ -328,17 +315,16 @@ inline void attend_tile(const Attention& a, const int32_t* table, const Bf16* ke
     const Bf16* own = values + table[column] * block;
     prefetch(a, table + begin, end - begin, keys, values, end - begin + column - begin);
     const int64_t pairs = std::max<int64_t>(0, std::min(stop, shared) - start) / 2;
-    by_dots(count, [&](int64_t q, auto dots) {
+    each_group(count, [&](int64_t q, auto some) {
       int64_t d = 0;
-      for (; d + 64 <= a.dim; d += 64) add_dots<dots.value, 4>(queries + q, start, own, a.dim, pairs, d);
-      if (d < a.dim) add_dots<dots.value, 2>(queries + q, start, own, a.dim, pairs, d);
+      for (; d + 64 <= a.dim; d += 64)
+        add_pairs<some.value, 4>(queries + q, start, own, a.dim, pairs, d);
+      if (d < a.dim) add_pairs<some.value, 2>(queries + q, start, own, a.dim, pairs, d);
     });
     for (int64_t at = start + 2 * pairs; at < stop; at += 2)
       for (int64_t q = 0; q < count; ++q) add_last(a, queries[q], at, own + (at - start) * a.dim);
   }
 }
-
-#endif
 
 // States of tokens in a paged cache [blocks, block_size, size].
 template <class T>
@@ -369,21 +355,19 @@ struct PagedStates {
   }
 };
 
-constexpr int64_t kMostDots = 256;
+constexpr int64_t kMostPaired = 256;
 
-// Whether heads are attended to by dot products of bfloat16.
 template <class T>
-inline bool has_dots(const Attention& a) {
-#if defined(__AVX512BF16__)
-  return std::is_same_v<T, Bf16> && a.dim % 32 == 0 && a.dim <= kMostDots;
-#else
-  return false;
-#endif
+constexpr bool kMayPair = std::is_same_v<T, Bf16> && kLanes == 16;
+
+// Whether heads are attended to by pairs.
+template <class T>
+inline bool is_paired(const Attention& a) {
+  return kMayPair<T> && a.dim % 32 == 0 && a.dim <= kMostPaired;
 }
 
-// Rotates and stores the new keys of one token of batch * steps, stores its new values. For dot
-// products a word has two columns of a key, the words of 16 positions side by side, or the values of
-// two positions in a column.
+// Rotates and stores the new keys of one token of batch * steps, stores its new values. A pair is two
+// columns of a key, those of 16 positions side by side, or the values of two positions in a column.
 template <class T>
 void store_token(const Attention& a, int64_t index, const T* qkv, const T* cos, const T* sin,
                  T* keys, T* values) {
@@ -396,12 +380,12 @@ void store_token(const Attention& a, int64_t index, const T* qkv, const T* cos, 
   keys += block * a.kv_heads * part;
   values += block * a.kv_heads * part;
   for (int64_t h = 0; h < a.kv_heads; ++h, keys += part, values += part, key += a.dim, value += a.dim) {
-    if (!has_dots<T>(a)) {
+    if (!is_paired<T>(a)) {
       rotate(key, cos + at * a.dim, sin + at * a.dim, a.dim, keys + inside * a.dim);
       std::memcpy(values + inside * a.dim, value, a.dim * sizeof(T));
       continue;
     }
-    T turned[kMostDots];
+    T turned[kMostPaired];
     rotate(key, cos + at * a.dim, sin + at * a.dim, a.dim, turned);
     T* to = keys + inside / 16 * 16 * a.dim + inside % 16 * 2;
     for (int64_t d = 0; d < a.dim; d += 2) std::memcpy(to + d / 2 * 32, turned + d, 2 * sizeof(T));
@@ -426,35 +410,32 @@ struct Scratch {
   }
 };
 
-// Attends for queries start .. start + count - 1 of a row's key/value head `h`; Narrow is the type of
-// rotated queries.
-template <class T, class Narrow>
+// Attends for queries start .. start + count - 1 of a row's key/value head `h`.
+template <class T, bool Paired>
 void attend_some(const Attention& a, const T* qkv, const T* cos, const T* sin, const int64_t* at,
                  const int32_t* table, const T* keys, const T* values, int64_t h, int64_t start,
                  int64_t count, T* out) {
+  using Input = std::conditional_t<Paired, PairInput, float>;
   const Scratch scratch(a);
   const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim, size = padded(a.dim);
   const int64_t group = a.q_heads / a.kv_heads;
-  Query<Narrow> queries[kTile];
+  Query<Input> queries[kTile];
   for (int64_t q = 0; q < count; ++q) {
     const int64_t token = (start + q) / group, head = h * group + (start + q) % group;
     const int64_t last = std::min(at[token], a.span - 1);  // only padding exceeds the span
     const int64_t first = a.window > 0 ? std::max<int64_t>(0, last - a.window + 1) : 0;
-    Narrow* rotated = reinterpret_cast<Narrow*>(scratch.rotated) + q * size;
+    Input* rotated = reinterpret_cast<Input*>(scratch.rotated) + q * size;
     queries[q] = {first, last, rotated, scratch.scores + q * a.span,
                   scratch.sums + q * (size + kLanes),
-                  reinterpret_cast<Narrow*>(scratch.weights) + q * a.span};
+                  reinterpret_cast<Input*>(scratch.weights) + q * a.span};
     const int64_t turn = at[token] * a.dim;
     rotate(qkv + token * width + head * a.dim, cos + turn, sin + turn, a.dim, rotated);
-    std::fill(rotated + a.dim, rotated + size, Narrow{});
+    std::fill(rotated + a.dim, rotated + size, Input{});
   }
   keys += h * a.block_size * a.dim;
   values += h * a.block_size * a.dim;
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<Narrow, Bf16>) attend_tile(a, table, keys, values, queries, count);
-  else
-#endif
-  attend_tile(a, table, keys, values, queries, count, scratch.wide);
+  if constexpr (Paired) attend_tile_by_pairs(a, table, keys, values, queries, count);
+  else attend_tile(a, table, keys, values, queries, count, scratch.wide);
   for (int64_t q = 0; q < count; ++q) {
     const int64_t token = (start + q) / group, head = h * group + (start + q) % group;
     T* own = out + (token * a.q_heads + head) * a.dim;
@@ -514,8 +495,9 @@ void attend_one(const Attention& a, const Tile& tile, const T* qkv, const T* cos
            a.tables + a.rows[row] * a.columns, keys, values, tile.head, tile.start, tile.count,
            out + token * a.q_heads * a.dim);
   };
-  if (has_dots<T>(a)) return some(attend_some<T, T>);
-  some(attend_some<T, float>);
+  if constexpr (kMayPair<T>)
+    if (is_paired<T>(a)) return some(attend_some<T, true>);
+  some(attend_some<T, false>);
 }
 
 }  // namespace

@@ -86,8 +86,8 @@ __attribute__((noinline)) void coded_tile(const Product& p, int64_t block, Bf16*
   constexpr int kPairs = 16 / Bits;  // of columns, in a word
   const int64_t groups = p.weight.in / kGroup, stride = packed_block<Bf16>(p.weight.in);
   const Group<Bits>* own = static_cast<const Group<Bits>*>(p.weight.packed) + block * groups;
-  const Bf16* x = static_cast<const Bf16*>(p.x);
-  Sums sums[R][B] = {};
+  const auto* x = static_cast<const Step<Bf16>::Input*>(p.x);
+  Vector sums[R][B] = {};
   for (int64_t g = 0; g < groups; ++g) {
     Decoder<Bits> decoders[B];
     for (int b = 0; b < B; ++b) decoders[b].read(own[b * groups + g]);
@@ -175,7 +175,13 @@ void decode_block(const Weight& weight, int64_t block, Bf16* out) {
   }
 }
 
-inline bool is_tiny(Bf16 x) { return (x.bits & 0x7f80u) == 0; }  // products take it as zero
+inline bool is_zero(Bf16 x) {
+#if PACELINE_DOTS
+  return (x.bits & 0x7f80u) == 0;  // dot products take what is tiny as zero
+#else
+  return (x.bits & 0x7fffu) == 0;
+#endif
+}
 
 // Packs codes; returns whether they decode to the weights.
 template <int Bits>
@@ -207,7 +213,7 @@ bool pack_coded(const Bf16* weight, const uint8_t* codes, const uint16_t* scales
       for (int64_t k = 0; k < in; ++k) {
         const Bf16 found = decoded[(k / 2 * kOutputs + lane) * 2 + k % 2];
         const Bf16 wanted = weight[(block * kOutputs + lane) * in + k];
-        if (found.bits != wanted.bits && !(is_tiny(found) && is_tiny(wanted))) return false;
+        if (found.bits != wanted.bits && !(is_zero(found) && is_zero(wanted))) return false;
       }
   }
   return true;

@@ -29,7 +29,7 @@ void multiply(const Product* products, int64_t count, int64_t threads_) {
   const int64_t blocks = up((all + wanted - 1) / wanted, first.bits != 0 ? 2 : 8);
   const int64_t chunks = (all + blocks - 1) / blocks;
   each(count * chunks, threads_, [&](int64_t i) {
-    const Product& p = products[i / chunks];
+    const Product p = with_input<T>(products[i / chunks]);
     const int64_t from = i % chunks * blocks, to = std::min(all, from + blocks);
     if constexpr (std::is_same_v<T, Bf16>)
       if (p.weight.bits != 0) return multiply_codes(p, from, to);

@@ -1,4 +1,4 @@
-"""Build and call the C++ kernels; they compile in one second, once per machine and version.
+"""Build and call the C++ kernels; they compile in half a minute, once per machine and version.
 
 Without a compiler the engine uses torch operations, which are slower, and whose results may differ
 in the last bits between batches of different shapes.
@@ -44,6 +44,7 @@ _FLAGS = (
     "-fPIC",
     "-pthread",
 )
+_FLAGS_OF_VENDOR = {"GenuineIntel": ("-DPACELINE_MULTIPLY_ADDS",)}  # see products.h
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _TIMEOUT_S = 120
 
@@ -301,10 +302,14 @@ class Kernels:
 
     They access raw memory: every tensor must be on the CPU, of this dtype unless another is named,
     and contiguous, and positions must be inside the rows. They use torch's number of threads.
+
+    Attributes:
+        dtype: bfloat16 or float32.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self.dtype = dtype
         self._add_norm = library[f"add_norm_{NAMES[dtype]}"]
         self._add_norm.argtypes = [pointer, pointer, pointer, ctypes.c_float, size, size, pointer]
         self._forward = library[f"forward_{NAMES[dtype]}"]
@@ -688,7 +693,9 @@ def _build() -> Path:
     """
     files = [_SOURCE, *map(_SOURCE.with_name, _HEADERS)]
     texts = [file.read_text(encoding="utf-8") for file in files]
-    key = hashlib.sha256("\0".join([*texts, *_FLAGS, _processor()]).encode())
+    flags = [*_FLAGS, *_FLAGS_OF_VENDOR.get(_cpuinfo("vendor_id"), ())]
+    processor = f"{platform.machine()} {_cpuinfo('flags') or _cpuinfo('Features')}"
+    key = hashlib.sha256("\0".join([*texts, *flags, processor]).encode())
     folder = _folder()
     library = folder / f"kernels-{key.hexdigest()[:16]}.so"
     if library.is_file():
@@ -699,7 +706,7 @@ def _build() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as own:  # other processes may build too
         output = Path(own) / library.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(output)]
+        command = [compiler, *flags, str(_SOURCE), "-o", str(output)]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
@@ -719,9 +726,8 @@ def _folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
 
 
-def _processor() -> str:
-    """Return the machine type and instruction sets of this processor."""
+def _cpuinfo(field: str) -> str:
+    """Return what ``/proc/cpuinfo`` says of the first core, or nothing."""
     info = Path("/proc/cpuinfo")
-    lines: list[Any] = info.read_text().splitlines() if info.is_file() else []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {flags}"
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line for line in lines if line.startswith(field)), "").partition(":")[2].strip()

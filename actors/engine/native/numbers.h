@@ -1,4 +1,4 @@
-// Element types, conversion to float and back, and exp.
+// Element types, conversion to float and back, vectors, and exp.
 #pragma once
 
 #include <algorithm>
@@ -39,6 +39,16 @@ template <class T>
 inline float rounded(float x) {
   return widen(narrow<T>(x));
 }
+
+// Vectors of the processor's width.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Vector __attribute__((vector_size(4 * kLanes)));
 
 // exp for x <= 80, relative error about 2e-7; branch-free, so that loops vectorise.
 inline float exponential(float x) {

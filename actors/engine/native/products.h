@@ -1,13 +1,20 @@
 // Products of rows with a weight: y = x W^T + bias, W read once for up to 8 rows.
 //
-// Every element of y is one chain of sums over the columns of x in ascending order (in bfloat16 two
-// columns at a time, as the processor's dot product takes them). So its bits depend on its own row
+// Every element of y is one chain of sums over the columns of x in ascending order (two columns at a
+// time where the processor's dot product of bfloat16 takes them). So its bits depend on its own row
 // alone: not on how many rows there are, nor on threads, nor on whether W is read as codes.
 #pragma once
 
 #include <type_traits>
+#include <vector>
 
 #include "numbers.h"
+
+// Intel's processors multiply and add twice as many floats in a cycle as dot products take, AMD's
+// half as many: whoever compiles says so.
+#if defined(__AVX512BF16__) && !defined(PACELINE_MULTIPLY_ADDS)
+#define PACELINE_DOTS 1
+#endif
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -16,8 +23,8 @@
 namespace {
 
 constexpr int kOutputs = 16;
-typedef float Sums __attribute__((vector_size(kOutputs * sizeof(float)), aligned(4)));
-typedef uint32_t Pairs __attribute__((vector_size(kOutputs * sizeof(uint32_t)), aligned(4)));
+constexpr int kParts = kOutputs / kLanes;  // vectors of as many outputs
+typedef uint32_t Pairs __attribute__((vector_size(4 * kLanes)));
 
 struct Weight {
   const void* packed;  // see pack() and pack_codes()
@@ -36,46 +43,47 @@ struct Product {
 inline int64_t all_blocks(const Weight& weight) { return (weight.out + kOutputs - 1) / kOutputs; }
 
 // One step takes kDepth columns: of every output its weights lie together, 16 outputs side by side.
+// Rows are read as Input.
 template <class T>
 struct Step;
 
 template <>
 struct Step<float> {
+  using Input = float;
+  using Weights = Vector;
   static constexpr int kDepth = 1;
-  static inline Sums load(const float* w) {
-    Sums v;
-    std::memcpy(&v, w, sizeof v);
-    return v;
-  }
-  static inline void add(Sums& sum, Sums w, const float* x) { sum += w * *x; }
-  static inline void last(Sums&, Sums, const float*) {}  // there is no half step
+  static inline void add(Vector& sum, Vector w, const float* x) { sum += w * *x; }
+  static inline void last(Vector&, Vector, const float*) {}  // there is no half step
 };
 
 template <>
 struct Step<Bf16> {
+  using Weights = Pairs;
   static constexpr int kDepth = 2;
-  static inline Pairs load(const Bf16* w) {
-    Pairs v;
-    std::memcpy(&v, w, sizeof v);
-    return v;
-  }
-  static inline void add(Sums& sum, Pairs w, uint32_t pair) {
-#if defined(__AVX512BF16__)
+#if PACELINE_DOTS
+  using Input = Bf16;
+  static inline Input input(float x) { return narrow<Bf16>(x); }
+  static inline void add(Vector& sum, Pairs w, uint32_t pair) {
     const __m512i x = _mm512_set1_epi32(static_cast<int>(pair));
-    sum = (Sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)w, (__m512bh)x);
-#else
-    sum += (Sums)(w << 16) * widen(Bf16{static_cast<uint16_t>(pair)});
-    sum += (Sums)(w & 0xffff0000u) * widen(Bf16{static_cast<uint16_t>(pair >> 16)});
-#endif
+    sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)w, (__m512bh)x);
   }
-  static inline void add(Sums& sum, Pairs w, const Bf16* x) {
+  static inline void add(Vector& sum, Pairs w, const Bf16* x) {
     uint32_t pair;
     std::memcpy(&pair, x, sizeof pair);
     add(sum, w, pair);
   }
-  static inline void last(Sums& sum, Pairs w, const Bf16* x) {
+  static inline void last(Vector& sum, Pairs w, const Bf16* x) {
     add(sum, w, static_cast<uint32_t>(x->bits));
   }
+#else
+  using Input = float;
+  static inline Input input(float x) { return rounded<Bf16>(x); }
+  static inline void add(Vector& sum, Pairs w, const float* x) {
+    last(sum, w, x);
+    sum += (Vector)(w & 0xffff0000u) * x[1];
+  }
+  static inline void last(Vector& sum, Pairs w, const float* x) { sum += (Vector)(w << 16) * *x; }
+#endif
 };
 
 template <class T>
@@ -101,26 +109,30 @@ inline void pack(const T* weight, int64_t in, int64_t out, T* packed) {
 // R rows from `row` on; beyond the last one it repeats, and is not stored.
 template <class T, int R>
 struct Rows {
-  const T* x[R];
+  using Input = typename Step<T>::Input;
+  const Input* x[R];
   int count;
 
   Rows(const Product& p, int64_t row) : count(static_cast<int>(std::min<int64_t>(R, p.rows - row))) {
     for (int r = 0; r < R; ++r)
-      x[r] = static_cast<const T*>(p.x) + (row + std::min(r, count - 1)) * p.weight.in;
+      x[r] = static_cast<const Input*>(p.x) + (row + std::min(r, count - 1)) * p.weight.in;
   }
 };
 
 template <class T, int R, int B>
-void store(const Product& p, int64_t row, int count, int64_t block, const Sums (&sums)[R][B]) {
+void store(const Product& p, int64_t row, int count, int64_t block,
+           const Vector (&sums)[R][B * kParts]) {
   const int64_t out = p.weight.out;
   const T* bias = static_cast<const T*>(p.weight.bias);
   for (int r = 0; r < count; ++r)
-    for (int b = 0; b < B; ++b) {
-      const int64_t n = (block + b) * kOutputs;
-      const int lanes = static_cast<int>(std::min<int64_t>(kOutputs, out - n));
+    for (int i = 0; i < B * kParts; ++i) {
+      const int64_t n = block * kOutputs + i * kLanes;
+      const int lanes = static_cast<int>(std::min<int64_t>(kLanes, out - n));
       T* y = static_cast<T*>(p.y) + (row + r) * out + n;
-      for (int i = 0; i < lanes; ++i)
-        y[i] = narrow<T>(bias ? sums[r][b][i] + widen(bias[n + i]) : sums[r][b][i]);
+      for (int lane = 0; lane < lanes; ++lane) {
+        const float sum = sums[r][i][lane];
+        y[lane] = narrow<T>(bias ? sum + widen(bias[n + lane]) : sum);
+      }
     }
 }
 
@@ -130,21 +142,29 @@ __attribute__((noinline)) void tile(const Product& p, int64_t row, int64_t block
   constexpr int depth = Step<T>::kDepth;
   const int64_t in = p.weight.in, stride = packed_block<T>(in);
   const Rows<T, R> rows(p, row);
-  const T* const* x = rows.x;
+  const auto* const* x = rows.x;
   const T* w = static_cast<const T*>(p.weight.packed) + block * stride;
-  Sums sums[R][B] = {};
+  const auto part = [&](int i) {
+    typename Step<T>::Weights own;
+    std::memcpy(&own, w + i / kParts * stride + i % kParts * depth * kLanes, sizeof own);
+    return own;
+  };
+  Vector sums[R][B * kParts] = {};
   int64_t k = 0;
   for (; k + depth <= in; k += depth, w += depth * kOutputs) {
-    for (int b = 0; b < B; ++b) {
-      const auto part = Step<T>::load(w + b * stride);
-      if (R <= 4) __builtin_prefetch(w + b * stride + 16 * depth * kOutputs);
-      for (int r = 0; r < R; ++r) Step<T>::add(sums[r][b], part, x[r] + k);
+#pragma GCC unroll 16
+    for (int i = 0; i < B * kParts; ++i) {
+      const auto own = part(i);
+      if (R <= 4 && i % kParts == 0)
+        __builtin_prefetch(w + i / kParts * stride + 16 * depth * kOutputs);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) Step<T>::add(sums[r][i], own, x[r] + k);
     }
   }
   if (k < in)
-    for (int b = 0; b < B; ++b) {
-      const auto part = Step<T>::load(w + b * stride);
-      for (int r = 0; r < R; ++r) Step<T>::last(sums[r][b], part, x[r] + k);
+    for (int i = 0; i < B * kParts; ++i) {
+      const auto own = part(i);
+      for (int r = 0; r < R; ++r) Step<T>::last(sums[r][i], own, x[r] + k);
     }
   store<T, R, B>(p, row, rows.count, block, sums);
 }
@@ -159,31 +179,48 @@ void panel(const Product& p, int64_t row, int64_t from, int64_t to) {
 constexpr int kMany = 8;    // more rows than these are taken in parts over weights in the cache
 constexpr int kCached = 4;  // so many blocks at a time
 
+// Tiles whose sums stay in registers: 32 of them where vectors have 16 lanes, else perhaps 16.
 template <class T>
 void many_rows(const Product& p, int64_t from, int64_t to) {
+  constexpr int B = kLanes == 16 ? 4 : 1;
   int64_t row = 0;
-  for (; p.rows - row > 4; row += 6) panel<T, 6, 4>(p, row, from, to);
-  if (p.rows - row > 2) panel<T, 4, 4>(p, row, from, to);
-  else if (p.rows > row) panel<T, 2, 4>(p, row, from, to);
+  for (; p.rows - row > 4; row += 6) panel<T, 6, B>(p, row, from, to);
+  if (p.rows - row > 2) panel<T, 4, B>(p, row, from, to);
+  else if (p.rows > row) panel<T, 2, B>(p, row, from, to);
 }
 
 template <class T>
 void few_rows(const Product& p, int64_t from, int64_t to) {
+  constexpr bool wide = kLanes == 16;
   switch (p.rows) {
-    case 1: return panel<T, 1, 8>(p, 0, from, to);
-    case 2: return panel<T, 2, 8>(p, 0, from, to);
+    case 1: return panel<T, 1, wide ? 8 : 4>(p, 0, from, to);
+    case 2: return panel<T, 2, wide ? 8 : 3>(p, 0, from, to);
     case 3:
-    case 4: return panel<T, 4, 6>(p, 0, from, to);
+    case 4: return panel<T, 4, wide ? 6 : 1>(p, 0, from, to);
     case 5:
-    case 6: return panel<T, 6, 4>(p, 0, from, to);
-    default: return panel<T, 8, 3>(p, 0, from, to);
+    case 6: return panel<T, 6, wide ? 4 : 1>(p, 0, from, to);
+    default: return panel<T, 8, wide ? 3 : 1>(p, 0, from, to);
   }
 }
 
-// Computes the outputs of blocks from .. to - 1.
+// The same product with its rows as Step reads them, in memory that the thread's next call reuses.
+template <class T>
+Product with_input(Product p) {
+  using Input = typename Step<T>::Input;
+  if constexpr (!std::is_same_v<Input, T>) {
+    thread_local std::vector<Input> wide;
+    const T* x = static_cast<const T*>(p.x);
+    wide.resize(p.rows * p.weight.in);
+    for (size_t i = 0; i < wide.size(); ++i) wide[i] = widen(x[i]);
+    p.x = wide.data();
+  }
+  return p;
+}
+
+// Computes the outputs of blocks from .. to - 1; rows are Step's Input.
 template <class T>
 void multiply_blocks(const Product& p, int64_t from, int64_t to) {
-  if (p.rows <= kMany) return few_rows<T>(p, from, to);
+  if (p.rows <= (kLanes == 16 ? kMany : 6)) return few_rows<T>(p, from, to);
   for (int64_t block = from; block < to; block += kCached)
     many_rows<T>(p, block, std::min(to, block + kCached));
 }

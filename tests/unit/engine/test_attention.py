@@ -6,6 +6,7 @@ import ctypes
 
 import pytest
 import torch
+from processors import PROCESSORS, WITH_PAIRS, use_kernels_of
 from torch import Tensor
 
 from paceline.actors.engine.attention import StepContext, attend
@@ -34,9 +35,9 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param  # type: ignore[no-any-return]
 
 
-def has_dot_products() -> bool:
-    """Whether the kernels arrange bfloat16 for the processor's dot products."""
-    return bool(torch.cpu._is_avx512_bf16_supported())
+def has_pairs() -> bool:
+    """Whether the kernels arrange bfloat16 in pairs."""
+    return bool(torch.cpu._is_avx512_supported())
 
 
 class Case:
@@ -97,7 +98,7 @@ class Case:
         """``[positions, kv_heads, dim]`` of a row's blocks."""
         blocks = self.kv.keys[0][self.kv.block_tables[row].long()]
         count, size, heads, dim = blocks.shape
-        if native and self.k.dtype is torch.bfloat16 and dim % 32 == 0 and has_dot_products():
+        if native and self.k.dtype is torch.bfloat16 and dim % 32 == 0 and has_pairs():
             words = blocks.reshape(count, heads, size // 16, dim // 2, 16, 2)
             blocks = words.permute(0, 2, 4, 1, 3, 5)
         elif native:
@@ -175,6 +176,21 @@ def test_the_kernel(
     qkv = torch.cat((case.q, case.k, case.v), dim=2).flatten(2)
     found = case.attend([0, 1, 2], torch.tensor(BEHIND), qkv, window=window)
     case.check(found.view(ROWS, steps, heads[0], dim), window, native=True)
+
+
+@pytest.mark.parametrize("dim", [24, 64])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_other_processors_kernels(
+    processor: str,
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_kernels_of(processor, monkeypatch)
+    monkeypatch.setitem(globals(), "has_pairs", lambda: processor in WITH_PAIRS)
+    test_the_kernel(heads, dim, 5, 20, dtype)
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processors import PROCESSORS, use_kernels_of
 
 from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.linear import StackedLinear
@@ -44,7 +45,14 @@ def test_a_compiler_makes_the_kernels() -> None:
 def test_any_size_is_the_product_and_each_row_is_computed_as_if_alone(
     dtype: torch.dtype, sizes: tuple[int, int], rows: int, bias: bool, seed: int
 ) -> None:
-    multiply, (size, out) = kernels(dtype), sizes
+    check_product(kernels(dtype), sizes, rows, bias=bias, seed=seed)
+
+
+def check_product(
+    multiply: Kernels, sizes: tuple[int, int], rows: int, *, bias: bool, seed: int
+) -> None:
+    """A product of random numbers is right, on any threads, and each row's bits are its own."""
+    (size, out), dtype = sizes, multiply.dtype
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(out, size, generator=generator).to(dtype)
     x = torch.randn(rows, size, generator=generator).to(dtype)
@@ -58,6 +66,17 @@ def test_any_size_is_the_product_and_each_row_is_computed_as_if_alone(
     exact = x.double() @ weight.double().T + (0 if offset is None else offset.double())
     scale = x.double().abs() @ weight.double().abs().T + (0 if offset is None else offset.abs())
     assert bool(((alone.double() - exact).abs() <= _ERRORS[dtype] * scale + 1e-30).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_other_processors_products(
+    processor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Kernels(use_kernels_of(processor, monkeypatch), dtype)
+    for rows in (*range(1, 10), 17, 33):
+        for sizes in ((64, 160), (33, 90), (1, 1), (90, 15)):
+            check_product(own, sizes, rows, bias=rows % 2 == 0, seed=rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

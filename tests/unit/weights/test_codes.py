@@ -9,6 +9,7 @@ import torch
 from gguf_files import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processors import WITH_DOTS, use_kernels_of
 from torch import Tensor
 
 from paceline.actors.engine.linear import fuse
@@ -54,16 +55,31 @@ def quantized(bits: int, out: int, size: int, seed: int) -> tuple[Codes, Tensor]
 def test_products_have_the_bits_of_those_with_the_weights(
     bits: int, groups: int, out: int, rows: int, seed: int
 ) -> None:
+    check_products(kernels(), bits, groups, out, rows, seed)
+
+
+@pytest.mark.parametrize("processor", WITH_DOTS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_same_on_other_processors(
+    bits: int, processor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Kernels(use_kernels_of(processor, monkeypatch), torch.bfloat16)
+    for rows in (*range(1, 10), 17, 40):
+        check_products(own, bits, 3, 70, rows, seed=rows)
+
+
+def check_products(own: Kernels, bits: int, groups: int, out: int, rows: int, seed: int) -> None:
+    """Products with codes have the bits of those with the weights, on any threads."""
     codes, weight = quantized(bits, out, groups * GROUP, seed)
-    coded, plain = kernels().pack(weight, codes=codes), kernels().pack(weight)
+    coded, plain = own.pack(weight, codes=codes), own.pack(weight)
     assert (coded.bits, plain.bits) == (bits, 0)
     assert coded.packed.nbytes < 0.7 * plain.packed.nbytes
     x = torch.randn(rows, groups * GROUP, generator=torch.Generator().manual_seed(seed)).bfloat16()
     torch.set_num_threads(1)
-    wanted = kernels().multiply(x, plain)
+    wanted = own.multiply(x, plain)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(kernels().multiply(x, coded), wanted)
+        assert torch.equal(own.multiply(x, coded), wanted)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

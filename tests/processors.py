@@ -1,0 +1,54 @@
+"""The kernels as they are built on other processors than this one."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.actors.engine.native import library
+
+# What each has: vectors of four lanes; of eight; of sixteen; dot products of bfloat16, slower than
+# floats (Intel's) and faster (AMD's).
+PROCESSORS = {
+    "x86-64": "-march=x86-64",
+    "haswell": "-march=haswell",
+    "icelake-server": "-march=icelake-server",
+    "sapphirerapids": "-march=icelake-server -mavx512bf16 -DPACELINE_MULTIPLY_ADDS",
+    "znver4": "-march=icelake-server -mavx512bf16",
+}
+WITH_DOTS = ("sapphirerapids", "znver4")
+WITH_PAIRS = ("icelake-server", *WITH_DOTS)  # of bfloat16 in the cache of keys and values
+_CAN_RUN = {
+    "x86-64": lambda: True,
+    "haswell": torch.cpu._is_avx2_supported,
+    "icelake-server": torch.cpu._is_avx512_supported,
+    **dict.fromkeys(WITH_DOTS, torch.cpu._is_avx512_bf16_supported),
+}
+
+
+@functools.cache
+def kernels_of(processor: str) -> ctypes.CDLL | None:
+    """Build for a processor, little optimised to be quick; None if this one cannot run it."""
+    flags = (*library._FLAGS, *PROCESSORS[processor].split(), "-O1")
+    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
+        patched.setattr(library, "_FLAGS", flags)
+        patched.setattr(library, "_FLAGS_OF_VENDOR", {})
+        patched.setenv("PACELINE_OPS_DIR", folder)
+        path: Path = library._build()
+        return ctypes.CDLL(str(path)) if _CAN_RUN[processor]() else None
+
+
+def use_kernels_of(processor: str, patched: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """Let the library be the one for a processor; skips without a compiler or such a processor."""
+    if library.load_library() is None:
+        pytest.skip("no compiler makes the kernels")
+    built = kernels_of(processor)
+    if built is None:
+        pytest.skip("built, but this processor cannot run it")
+    patched.setattr(library, "load_library", lambda: built)
+    return built
