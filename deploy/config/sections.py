@@ -85,7 +85,7 @@ class TargetConfig(Section):
     stall_timeout_s: Seconds = 20.0
     failover_timeout_s: Seconds = 120.0
     drain_timeout_s: Seconds | None = None
-    stream_chunks_per_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 25.0
+    stream_chunks_per_s: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 12.0
 
     @field_validator("device")
     @classmethod

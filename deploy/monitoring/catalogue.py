@@ -210,7 +210,7 @@ METRICS: tuple[Metric, ...] = (
         TARGET,
         "request_time_per_output_token_seconds",
         "Mean time per token of a request after its first token, in the engine: coalescing of "
-        "stream chunks may delay a token by up to 40 ms",
+        "stream chunks delays a token by up to 1 / target.stream_chunks_per_s more",
         SHORT_S,
     ),
     _counter(INGRESS, "requests", "Generation requests by outcome", "outcome"),

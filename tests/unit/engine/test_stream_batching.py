@@ -238,7 +238,7 @@ def test_a_fault_ends_streams_that_hold_tokens_after_these(
 def test_the_limit_is_the_config_s() -> None:
     config = load_config(None, {"target.stream_chunks_per_s": 40.0})
     assert target_settings(config).stream_chunks_per_s == 40.0
-    assert target_settings(load_config(None, {})).stream_chunks_per_s == 25.0
+    assert target_settings(load_config(None, {})).stream_chunks_per_s == 12.0
 
 
 def _read(got: queue.Queue[GenerationChunk]) -> tuple[tuple[int, ...], int]:
