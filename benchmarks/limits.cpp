@@ -13,14 +13,14 @@ typedef uint64_t Words __attribute__((vector_size(64), aligned(8)));
 
 extern "C" {
 
-// Multiplies floats and adds them `rounds` times in every chain; returns the operations.
+// Multiplies floats and adds `rounds` times in every chain; returns the operations.
 int64_t multiply_add(int64_t rounds, float x, float* out) {
   Floats sums[kChains];
   for (int c = 0; c < kChains; ++c) sums[c] = Floats{} + static_cast<float>(c);  // none is another
   const Floats wide = Floats{} + x;
   for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 16
-    for (auto& sum : sums) sum += wide * wide;
+    for (auto& sum : sums) sum = sum * wide + wide;
   for (const auto& sum : sums) *out += sum[0];
   return rounds * kChains * 2 * 16;
 }

@@ -24,14 +24,14 @@ inline Vector shuffled(Vector a, Vector b, Lanes from) {
 #endif
 }
 
-// Adds lanes that are `Step` apart; the sums of `b` come beside those of `a`.
-template <int Step>
+// Adds lanes at a distance; the sums of `b` come beside those of `a`.
+template <int Distance>
 inline Vector folded(Vector a, Vector b) {
   Lanes low, high;
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
-    low[i] = (i & Step) != 0 ? kLanes + (i ^ Step) : i;
-    high[i] = (i & Step) != 0 ? kLanes + i : (i ^ Step);
+    low[i] = (i & Distance) != 0 ? kLanes + (i ^ Distance) : i;
+    high[i] = (i & Distance) != 0 ? kLanes + i : (i ^ Distance);
   }
   return shuffled(a, b, low) + shuffled(a, b, high);
 }

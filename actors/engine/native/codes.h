@@ -175,13 +175,7 @@ void decode_block(const Weight& weight, int64_t block, Bf16* out) {
   }
 }
 
-inline bool is_zero(Bf16 x) {
-#if PACELINE_DOTS
-  return (x.bits & 0x7f80u) == 0;  // dot products take what is tiny as zero
-#else
-  return (x.bits & 0x7fffu) == 0;
-#endif
-}
+inline bool is_zero(Bf16 x) { return (x.bits & 0x7fffu) == 0; }
 
 // Packs codes; returns whether they decode to the weights.
 template <int Bits>
@@ -235,7 +229,7 @@ inline void multiply_codes(const Product& p, int64_t from, int64_t to) {
   else multiply_coded_blocks<8>(p, from, to);
 }
 
-#else  // without the processor's dot product of bfloat16 decoding costs more than it saves
+#else  // without the processor's conversion to bfloat16 decoding costs more than it saves
 
 inline int64_t coded_size(int64_t, int64_t, int64_t) { return 0; }
 inline bool pack_codes(const Bf16*, const uint8_t*, const uint16_t*, const uint16_t*, int64_t,

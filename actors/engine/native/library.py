@@ -40,6 +40,7 @@ _FLAGS = (
     "-fopenmp-simd",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "--param=avoid-fma-max-bits=0",  # a sum is fused in every tile, or its bits would differ
     "-shared",
     "-fPIC",
     "-pthread",
@@ -113,7 +114,7 @@ class _Rollout(ctypes.Structure):
     )
 
 
-_LANES = 16  # of the widest vectors, as in attention.h
+_LANES = 16  # of the widest vectors, as in numbers.h
 
 
 class PackedWeight:

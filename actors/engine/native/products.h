@@ -1,7 +1,7 @@
 // Products of rows with a weight: y = x W^T + bias, W read once for up to 8 rows.
 //
 // Every element of y is one chain of sums over the columns of x in ascending order (two columns at a
-// time where the processor's dot product of bfloat16 takes them). So its bits depend on its own row
+// time where dot products of bfloat16 take them). So its bits depend on its own row
 // alone: not on how many rows there are, nor on threads, nor on whether W is read as codes.
 #pragma once
 
@@ -10,14 +10,13 @@
 
 #include "numbers.h"
 
-// Intel's processors multiply and add twice as many floats in a cycle as dot products take, AMD's
-// half as many: whoever compiles says so.
-#if defined(__AVX512BF16__) && !defined(PACELINE_MULTIPLY_ADDS)
-#define PACELINE_DOTS 1
-#endif
-
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
+// Intel's processors multiply and add floats at twice the rate of dot products of bfloat16, so
+// library.py asks for them there.
+#if !defined(PACELINE_MULTIPLY_ADDS)
+#define PACELINE_DOTS 1
+#endif
 #endif
 
 namespace {
@@ -176,10 +175,10 @@ void panel(const Product& p, int64_t row, int64_t from, int64_t to) {
   for (; block < to; ++block) tile<T, R, 1>(p, row, block);
 }
 
-constexpr int kMany = 8;    // more rows than these are taken in parts over weights in the cache
-constexpr int kCached = 4;  // so many blocks at a time
+constexpr int kMany = kLanes == 16 ? 8 : 6;  // more rows than these are taken in parts over weights in the cache
+constexpr int kCached = 4;                   // so many blocks at a time
 
-// Tiles whose sums stay in registers: 32 of them where vectors have 16 lanes, else perhaps 16.
+// Tiles whose sums stay in registers: 32 of them where vectors have 16 lanes, 16 where they have 8.
 template <class T>
 void many_rows(const Product& p, int64_t from, int64_t to) {
   constexpr int B = kLanes == 16 ? 4 : 1;
@@ -199,8 +198,8 @@ void few_rows(const Product& p, int64_t from, int64_t to) {
     case 4: return panel<T, 4, wide ? 6 : 1>(p, 0, from, to);
     case 5:
     case 6: return panel<T, 6, wide ? 4 : 1>(p, 0, from, to);
-    default: return panel<T, 8, wide ? 3 : 1>(p, 0, from, to);
   }
+  if constexpr (wide) panel<T, 8, 3>(p, 0, from, to);
 }
 
 // The same product with its rows as Step reads them, in memory that the thread's next call reuses.
@@ -210,8 +209,9 @@ Product with_input(Product p) {
   if constexpr (!std::is_same_v<Input, T>) {
     thread_local std::vector<Input> wide;
     const T* x = static_cast<const T*>(p.x);
-    wide.resize(p.rows * p.weight.in);
-    for (size_t i = 0; i < wide.size(); ++i) wide[i] = widen(x[i]);
+    const int64_t size = p.rows * p.weight.in;
+    if (static_cast<int64_t>(wide.size()) < size) wide.resize(size);
+    for (int64_t i = 0; i < size; ++i) wide[i] = widen(x[i]);
     p.x = wide.data();
   }
   return p;
@@ -220,7 +220,7 @@ Product with_input(Product p) {
 // Computes the outputs of blocks from .. to - 1; rows are Step's Input.
 template <class T>
 void multiply_blocks(const Product& p, int64_t from, int64_t to) {
-  if (p.rows <= (kLanes == 16 ? kMany : 6)) return few_rows<T>(p, from, to);
+  if (p.rows <= kMany) return few_rows<T>(p, from, to);
   for (int64_t block = from; block < to; block += kCached)
     many_rows<T>(p, block, std::min(to, block + kCached));
 }

@@ -178,7 +178,7 @@ def test_the_kernel(
     case.check(found.view(ROWS, steps, heads[0], dim), window, native=True)
 
 
-@pytest.mark.parametrize("dim", [24, 64])
+@pytest.mark.parametrize("dim", [24, 96])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_other_processors_kernels(

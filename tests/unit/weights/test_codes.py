@@ -25,7 +25,7 @@ def kernels() -> Kernels:
     """Those of this machine, if it reads codes."""
     found = kernels_for(CPU, torch.bfloat16)
     if found is None or not torch.cpu._is_avx512_bf16_supported():
-        pytest.skip("this processor has no dot product of bfloat16")
+        pytest.skip("this processor does not convert to bfloat16")
     return found
 
 
