@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,12 +38,11 @@ def kernels_of(processor: str) -> ctypes.CDLL | None:
     """
     quick = ("-O1", "-fexpensive-optimizations")
     flags = (*library._FLAGS, *PROCESSORS[processor].split(), *quick)
-    with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(library, "_FLAGS", flags)
         patched.setattr(library, "_FLAGS_OF_VENDOR", {})
-        patched.setenv("PACELINE_OPS_DIR", folder)
-        path: Path = library._build()
-        return ctypes.CDLL(str(path)) if _CAN_RUN[processor]() else None
+        path = library._build()
+    return ctypes.CDLL(str(path)) if _CAN_RUN[processor]() else None
 
 
 def use_kernels_of(processor: str, patched: pytest.MonkeyPatch) -> ctypes.CDLL:
