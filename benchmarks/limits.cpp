@@ -9,33 +9,35 @@ namespace {
 constexpr int kChains = 16;  // more than one product's latency
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint64_t Words __attribute__((vector_size(64), aligned(8)));
+
+// Calls add(sum) `rounds` times in every chain; returns the operations, `each` of a call.
+template <class Add>
+int64_t in_chains(int64_t rounds, int64_t each, float* out, const Add& add) {
+  Floats sums[kChains];
+  for (int c = 0; c < kChains; ++c) sums[c] = Floats{} + static_cast<float>(c);  // none is another
+  for (int64_t i = 0; i < rounds; ++i)
+#pragma GCC unroll 16
+    for (auto& sum : sums) add(sum);
+  for (const auto& sum : sums) *out += sum[0];
+  return rounds * kChains * each;
+}
 }  // namespace
 
 extern "C" {
 
 // Multiplies floats and adds `rounds` times in every chain; returns the operations.
 int64_t multiply_add(int64_t rounds, float x, float* out) {
-  Floats sums[kChains];
-  for (int c = 0; c < kChains; ++c) sums[c] = Floats{} + static_cast<float>(c);  // none is another
   const Floats wide = Floats{} + x;
-  for (int64_t i = 0; i < rounds; ++i)
-#pragma GCC unroll 16
-    for (auto& sum : sums) sum = sum * wide + wide;
-  for (const auto& sum : sums) *out += sum[0];
-  return rounds * kChains * 2 * 16;
+  return in_chains(rounds, 2 * 16, out, [&](Floats& sum) { sum = sum * wide + wide; });
 }
 
 // The same with dot products of two bfloat16 numbers; 0 where the processor has none.
 int64_t dot_products(int64_t rounds, float x, float* out) {
 #if defined(__AVX512BF16__)
-  Floats sums[kChains];
-  for (int c = 0; c < kChains; ++c) sums[c] = Floats{} + static_cast<float>(c);
   const __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_set1_ps(x), _mm512_set1_ps(x));
-  for (int64_t i = 0; i < rounds; ++i)
-#pragma GCC unroll 16
-    for (auto& sum : sums) sum = (Floats)_mm512_dpbf16_ps((__m512)sum, pairs, pairs);
-  for (const auto& sum : sums) *out += sum[0];
-  return rounds * kChains * 4 * 16;
+  return in_chains(rounds, 4 * 16, out, [&](Floats& sum) {
+    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, pairs, pairs);
+  });
 #else
   return 0;
 #endif

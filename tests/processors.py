@@ -20,13 +20,13 @@ PROCESSORS = {
     "sapphirerapids": "-march=skylake-avx512 -mavx512bf16 -DPACELINE_MULTIPLY_ADDS",
     "znver4": "-march=skylake-avx512 -mavx512bf16",
 }
-WITH_DOTS = ("sapphirerapids", "znver4")
-WITH_PAIRS = ("skylake-avx512", *WITH_DOTS)  # of bfloat16 in the cache of keys and values
+WITH_CODES = ("sapphirerapids", "znver4")  # of quantized checkpoints
+WITH_PAIRS = ("skylake-avx512", *WITH_CODES)  # of bfloat16 in the cache of keys and values
 _CAN_RUN = {
     "x86-64": lambda: True,
     "haswell": torch.cpu._is_avx2_supported,
     "skylake-avx512": torch.cpu._is_avx512_supported,
-    **dict.fromkeys(WITH_DOTS, torch.cpu._is_avx512_bf16_supported),
+    **dict.fromkeys(WITH_CODES, torch.cpu._is_avx512_bf16_supported),
 }
 
 

@@ -109,7 +109,9 @@ def top_probs(logits: Tensor, temperature: Tensor, size: int) -> tuple[Tensor, T
     scores = logits.float()
     # Not topk, which may take another of several equal tokens in another batch.
     ids = scores.argsort(dim=-1, descending=True, stable=True)[..., :size]
-    return torch.softmax(scores / temperature[:, None], dim=-1).gather(-1, ids), ids
+    # In doubles as the kernels: floats round a quotient of 100 by 4e-6.
+    probs = torch.softmax(scores.double() / temperature[:, None], dim=-1)
+    return probs.gather(-1, ids).float(), ids
 
 
 def accept_greedy(logits: Tensor, drafts: Tensor, num_drafted: Tensor) -> tuple[Tensor, Tensor]:

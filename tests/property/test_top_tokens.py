@@ -79,8 +79,7 @@ def test_top_probs_are_the_softmax_at_a_temperature(
 
     scaled = values.double() / torch.tensor([temperature, 1.0, temperature]).double()[:, None]
     whole, size = scaled.softmax(-1), min(size, values.shape[-1])
-    # float32 rounds an exponent twice, which may be 87 here
-    assert torch.allclose(probs.double(), whole.gather(-1, ids), rtol=1.2e-5, atol=1e-37)
+    assert torch.allclose(probs.double(), whole.gather(-1, ids), rtol=4e-6, atol=1e-37)
     assert torch.equal(ids, scaled.sort(dim=-1, descending=True, stable=True).indices[:, :size])
     assert torch.equal(probs[values.gather(-1, ids) == -torch.inf].sum(), torch.tensor(0.0))
 

@@ -90,14 +90,9 @@ __attribute__((always_inline)) inline void prefetch(const Attention& a, const in
 inline Vector products(const float* query, const float* keys, int64_t size) {
   Vector sums[kLanes] = {};
   for (int64_t i = 0; i < size; i += kLanes) {
-    Vector q;
-    std::memcpy(&q, query + i, sizeof q);
+    const Vector q = load<Vector>(query + i);
 #pragma GCC unroll 16
-    for (int p = 0; p < kLanes; ++p) {
-      Vector key;
-      std::memcpy(&key, keys + p * size + i, sizeof key);
-      sums[p] += q * key;
-    }
+    for (int p = 0; p < kLanes; ++p) sums[p] += q * load<Vector>(keys + p * size + i);
   }
   return transposed_sum<kLanes>(sums);
 }
@@ -110,11 +105,7 @@ inline void add_weighted(const float* weights, const float* values, int64_t coun
   std::memcpy(sums, sum, sizeof sums);
   for (int64_t p = 0; p < count; ++p) {
 #pragma GCC unroll 4
-    for (int i = 0; i < N; ++i) {
-      Vector value;
-      std::memcpy(&value, values + p * size + i * kLanes, sizeof value);
-      sums[i] += weights[p] * value;
-    }
+    for (int i = 0; i < N; ++i) sums[i] += weights[p] * load<Vector>(values + p * size + i * kLanes);
   }
   std::memcpy(sum, sums, sizeof sums);
 }
@@ -125,8 +116,7 @@ inline float softmax(float* scores, int64_t count) {
   Vector most = largest + Vector{};
   int64_t at = 0;
   for (; at + kLanes <= count; at += kLanes) {
-    Vector own;
-    std::memcpy(&own, scores + at, sizeof own);
+    const Vector own = load<Vector>(scores + at);
     most = own > most ? own : most;
   }
   for (int i = 0; i < kLanes; ++i) largest = std::max(largest, most[i]);
@@ -204,12 +194,6 @@ constexpr int64_t kAtOnce = 4;  // queries
 using PairStep = Step<Bf16>;
 using PairInput = PairStep::Input;
 
-inline Pairs load_pairs(const Bf16* from) {
-  Pairs own;
-  std::memcpy(&own, from, sizeof own);
-  return own;
-}
-
 // Scores of Q queries with a tile of 16 keys.
 template <int Q>
 __attribute__((noinline)) void score_pairs(const Bf16* keys, int64_t pairs,
@@ -220,7 +204,7 @@ __attribute__((noinline)) void score_pairs(const Bf16* keys, int64_t pairs,
   for (int64_t j = 0; j < pairs; j += 2)
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      const Pairs own = load_pairs(keys + 32 * (j + i));
+      const Pairs own = load<Pairs>(keys + 32 * (j + i));
 #pragma GCC unroll 8
       for (int q = 0; q < Q; ++q) PairStep::add(sums[q][i], own, rotated[q] + 2 * (j + i));
     }
@@ -245,7 +229,7 @@ __attribute__((noinline)) void add_pairs(const Query<PairInput>* queries, int64_
   for (int64_t p = 0; p < pairs; ++p, values += 2 * dim)
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      const Pairs own = load_pairs(values + 32 * n);
+      const Pairs own = load<Pairs>(values + 32 * n);
 #pragma GCC unroll 8
       for (int q = 0; q < Q; ++q) PairStep::add(sums[q][n], own, weights[q] + 2 * p);
     }
@@ -259,9 +243,8 @@ inline void add_last(const Attention& a, const Query<PairInput>& query, int64_t 
   const bool both = at < query.last;
   const PairInput weights[2] = {query.weights[at], both ? query.weights[at + 1] : PairInput{}};
   for (int64_t d = 0; d < a.dim; d += kLanes) {
-    Vector sum;
-    std::memcpy(&sum, query.sum + d, sizeof sum);
-    PairStep::add(sum, load_pairs(values + 2 * d) & (both ? ~0u : 0xffffu), weights);
+    Vector sum = load<Vector>(query.sum + d);
+    PairStep::add(sum, load<Pairs>(values + 2 * d) & (both ? ~0u : 0xffffu), weights);
     std::memcpy(query.sum + d, &sum, sizeof sum);
   }
 }

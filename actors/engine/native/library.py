@@ -303,14 +303,10 @@ class Kernels:
 
     They access raw memory: every tensor must be on the CPU, of this dtype unless another is named,
     and contiguous, and positions must be inside the rows. They use torch's number of threads.
-
-    Attributes:
-        dtype: bfloat16 or float32.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
-        self.dtype = dtype
         self._add_norm = library[f"add_norm_{NAMES[dtype]}"]
         self._add_norm.argtypes = [pointer, pointer, pointer, ctypes.c_float, size, size, pointer]
         self._forward = library[f"forward_{NAMES[dtype]}"]

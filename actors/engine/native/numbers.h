@@ -50,6 +50,13 @@ constexpr int kLanes = 4;
 #endif
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
 
+template <class V>
+inline V load(const void* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
 // exp for x <= 80, relative error about 2e-7; branch-free, so that loops vectorise.
 inline float exponential(float x) {
   x = std::max(x, -87.0f);

@@ -67,9 +67,7 @@ struct Step<Bf16> {
     sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)w, (__m512bh)x);
   }
   static inline void add(Vector& sum, Pairs w, const Bf16* x) {
-    uint32_t pair;
-    std::memcpy(&pair, x, sizeof pair);
-    add(sum, w, pair);
+    add(sum, w, load<uint32_t>(x));
   }
   static inline void last(Vector& sum, Pairs w, const Bf16* x) {
     add(sum, w, static_cast<uint32_t>(x->bits));
@@ -144,9 +142,7 @@ __attribute__((noinline)) void tile(const Product& p, int64_t row, int64_t block
   const auto* const* x = rows.x;
   const T* w = static_cast<const T*>(p.weight.packed) + block * stride;
   const auto part = [&](int i) {
-    typename Step<T>::Weights own;
-    std::memcpy(&own, w + i / kParts * stride + i % kParts * depth * kLanes, sizeof own);
-    return own;
+    return load<typename Step<T>::Weights>(w + i / kParts * stride + i % kParts * depth * kLanes);
   };
   Vector sums[R][B * kParts] = {};
   int64_t k = 0;

@@ -125,8 +125,10 @@ void top_probs(const T* logits, int64_t size, int64_t k, float temperature, int6
                float* probs) {
   select(logits, size, k, ids, probs);
   const float largest = probs[0], sum = total(logits, size, largest, 1.0f / temperature);
-  // Not exponential(), which is not 0 for a forbidden token.
-  for (int64_t i = 0; i < k; ++i) probs[i] = std::exp((probs[i] - largest) / temperature) / sum;
+  // Not exponential(), which is not 0 for a forbidden token; in doubles, since floats round an
+  // exponent of 80 by 1e-5.
+  for (int64_t i = 0; i < k; ++i)
+    probs[i] = std::exp((double{probs[i]} - largest) / temperature) / sum;
 }
 
 // The column of the largest log p + G, where G is the Gumbel noise of `token` in gumbel.py: that of the

@@ -45,14 +45,20 @@ def test_a_compiler_makes_the_kernels() -> None:
 def test_any_size_is_the_product_and_each_row_is_computed_as_if_alone(
     dtype: torch.dtype, sizes: tuple[int, int], rows: int, bias: bool, seed: int
 ) -> None:
-    check_product(kernels(dtype), sizes, rows, bias=bias, seed=seed)
+    check_product(kernels(dtype), dtype, sizes, rows, bias=bias, seed=seed)
 
 
 def check_product(
-    multiply: Kernels, sizes: tuple[int, int], rows: int, *, bias: bool, seed: int
+    multiply: Kernels,
+    dtype: torch.dtype,
+    sizes: tuple[int, int],
+    rows: int,
+    *,
+    bias: bool,
+    seed: int,
 ) -> None:
     """A product of random numbers is right, on any threads, and each row's bits are its own."""
-    (size, out), dtype = sizes, multiply.dtype
+    size, out = sizes
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(out, size, generator=generator).to(dtype)
     x = torch.randn(rows, size, generator=generator).to(dtype)
@@ -76,7 +82,7 @@ def test_other_processors_products(
     own = Kernels(use_kernels_of(processor, monkeypatch), dtype)
     for rows in (*range(1, 10), 17, 33):
         for sizes in ((64, 160), (33, 90), (1, 1), (90, 15)):
-            check_product(own, sizes, rows, bias=rows % 2 == 0, seed=rows)
+            check_product(own, dtype, sizes, rows, bias=rows % 2 == 0, seed=rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
