@@ -6,9 +6,9 @@ One server with the first draft, without training, over HTTP on loopback: two se
 by more than what is sought. Each block of prompts runs four ways in a rotating order:
 `speculative.draft: off` is without drafts, `store: false` without records, and with neither the
 router has nothing to do. After each run the server rests until it has handed its records over, and
-then they are purged: the next run of a prompt must find nothing in suffixes. Ratios of speeds are
-means of log-ratios of blocks with 95 % t intervals; processor time, that of the rest included, is a
-mean of all answers.
+then they are purged: the next run of a prompt must find nothing in suffixes. Speed is that while
+as many were in flight as there shall be. Ratios are means of log-ratios of blocks with 95 % t
+intervals; processor time, that of the rest included, is a mean of all answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,18 @@ from typing import Any
 import httpx
 import processes
 from clients import Load, chat
-from harness import Timing, arguments, machine, paired_ratio, parsed, rotation, say, show, write
+from harness import (
+    Timing,
+    arguments,
+    machine,
+    paired_ratio,
+    parsed,
+    rotation,
+    say,
+    show,
+    while_all_run,
+    write,
+)
 from models import find_models
 from prompts import Prompt, interleaved, measured_prompts, source_of
 from serving import application
@@ -40,7 +51,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "drafts": {"store": False},
     "both": {},
 }
-_LEAST = 5  # prompts of a block
+_BLOCK = 3  # prompts of a block for each request in flight
+_LEAST = 5  # of a block
 _REST_S = 0.5
 _SHOWN = ("target", "ingress", "client")  # roles of processes
 
@@ -48,7 +60,7 @@ _SHOWN = ("target", "ingress", "client")  # roles of processes
 def run(
     url: str, prompts: Sequence[Prompt], in_flight: int, **fields: Any
 ) -> tuple[int, float, dict[str, float]]:
-    """Tokens and seconds of streamed answers, and processor seconds by role until all is at rest.
+    """Tokens and seconds while all were in flight; processor seconds by role until all is at rest.
 
     Raises:
         RuntimeError: a request failed.
@@ -57,13 +69,16 @@ def run(
     used, began = processes.seconds(), time.monotonic()
     asked = [chat(prompt.text, **common) for prompt in prompts]
     replies = asyncio.run(Load(url, asked, in_flight).run())
-    seconds = time.monotonic() - began
     if errors := [reply.error for reply in replies if reply.error is not None]:
         raise RuntimeError(errors[0])
     time.sleep(_REST_S)
     spent = processes.since(used)
     httpx.post(f"{url}/v1/paceline/replay/purge", json={}, timeout=60).raise_for_status()
-    return sum(len(reply.token_ids) for reply in replies), seconds, spent
+    spans = [
+        (reply.first_token_at or began, reply.last_at or began, len(reply.token_ids))
+        for reply in replies
+    ]
+    return *while_all_run(began, spans, in_flight), spent
 
 
 def measure(
@@ -71,34 +86,34 @@ def measure(
 ) -> list[tuple[Timing, dict[str, float]]]:
     """All blocks of so many requests in flight; an earlier one warms the server up.
 
-    With each the processor seconds by role.
+    With each the processor milliseconds of an answer by role.
     """
     found = []
     for block in range(-1, options.blocks):
-        own = list(islice(prompts, max(2 * in_flight, _LEAST)))
+        own = list(islice(prompts, max(_BLOCK * in_flight, _LEAST)))
         for way in rotation(list(WAYS), block):
             fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
             fields |= WAYS[way]
             tokens, seconds, spent = run(url, own, in_flight, **fields)
             if block >= 0:
-                found.append((Timing(way, block, "", tokens, seconds), spent))
+                each = {role: 1e3 * used / len(own) for role, used in spent.items()}
+                found.append((Timing(way, block, "", tokens, seconds), each))
         say(f"{in_flight} in flight: block {block + 1} of {options.blocks}")
     return found
 
 
 def summary(
-    in_flight: int, max_tokens: int, found: Sequence[tuple[Timing, dict[str, float]]]
+    in_flight: int, found: Sequence[tuple[Timing, dict[str, float]]]
 ) -> list[dict[str, Any]]:
-    """A row per way; processor milliseconds are those of an answer."""
+    """A row per way; processor milliseconds are means of blocks."""
     rows, timings = [], [timing for timing, _ in found]
     for way in WAYS:
         own = [(timing, spent) for timing, spent in found if timing.variant == way]
         tokens = sum(timing.tokens for timing, _ in own)
         used: defaultdict[str, float] = defaultdict(float)
         for _, spent in own:
-            for role, seconds in spent.items():
-                name = role if role in _SHOWN else "others"
-                used[name] += 1e3 * seconds * max_tokens / tokens
+            for role, ms in spent.items():
+                used[role if role in _SHOWN else "others"] += ms / len(own)
         rows.append(
             {"in flight": in_flight, "": way}
             | {"tokens/s": tokens / sum(timing.seconds for timing, _ in own)}
@@ -129,7 +144,7 @@ def main() -> None:
     with application(options.target, options.port, keys) as running:
         for in_flight in options.in_flight:
             found = measure(running.base_url, prompts, in_flight, options)
-            rows += summary(in_flight, options.max_tokens, found)
+            rows += summary(in_flight, found)
     settings = vars(options) | {"out": str(options.out), "data": source_of(options.data)}
     write(options.out / "defaults.json", {"machine": machine(), "settings": settings, "rows": rows})
     show("Speed, and over neither drafts nor records", rows)

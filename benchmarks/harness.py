@@ -79,6 +79,28 @@ def rotation(items: Sequence[Item], turn: int) -> list[Item]:
     return [*items[at:], *items[:at]]
 
 
+def while_all_run(
+    began: float, replies: Sequence[tuple[float, float, int]], in_flight: int
+) -> tuple[int, float]:
+    """Tokens, and seconds from ``began`` until fewer than ``in_flight`` requests are left.
+
+    What the last ones have left then does not count: stragglers that run alone say nothing of so
+    many in flight, and whose answers come at unequal speeds has more of them.
+
+    Args:
+        began: when the first request was sent.
+        replies: of each its first and last event's time, between which its tokens come evenly, and
+            its tokens.
+        in_flight: requests, of which each that ends is followed by another while there are any.
+    """
+    until = sorted(last for _, last, _ in replies)[-in_flight]
+    shares = [
+        tokens if last <= until else tokens * max(until - first, 0.0) / (last - first)
+        for first, last, tokens in replies
+    ]
+    return round(sum(shares)), until - began
+
+
 def geometric_mean(values: Sequence[float]) -> float:
     """Geometric mean of positive numbers, at least one."""
     return float(stats.gmean(values))

@@ -3,7 +3,8 @@
     make bench-peers ARGS="--quick"
 
 The same weights, prompts (as token ids), lengths, threads and client for all; blocks of a few
-prompts in turns, in which every other server is suspended. Blocks that are there are kept.
+prompts in turns, in which every other server is suspended. Speed is that while as many were in
+flight as there shall be. Blocks that are there are kept.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import argparse
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Store, digest, machine, rotation, say, show, write
+from harness import Store, digest, machine, rotation, say, show, while_all_run, write
 from harness import arguments as common_arguments
 from prompts import Prompt, interleaved, measured_prompts, training_prompts
 from tqdm import tqdm
@@ -31,6 +33,7 @@ from peers.fleet import Fleet
 from peers.load import Reply, Work
 
 _CONTEXT = 1024
+_BLOCK = 3  # prompts of a block for each request in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +83,18 @@ def blocks_of(
     Raises:
         ValueError: there are too few prompts.
     """
-    needed = per_topic * sum(max(cell.in_flight, 2) for cell in cells)
+    needed = per_topic * sum(_BLOCK * cell.in_flight for cell in cells)
     if short := [topic for topic, own in prompts.items() if len(own) < needed]:
         raise ValueError(f"{', '.join(short)}: fewer than {needed} prompts")
     queues = {topic: iter(own) for topic, own in prompts.items()}
     return {
         cell: [
-            Block(turn * len(queues) + at, topic, tuple(_take(queue, max(cell.in_flight, 2))))
+            Block(turn * len(queues) + at, topic, tuple(islice(queue, _BLOCK * cell.in_flight)))
             for turn in range(per_topic)
             for at, (topic, queue) in enumerate(queues.items())
         ]
         for cell in cells
     }
-
-
-def _take(queue: Any, count: int) -> list[Prompt]:
-    return [next(queue) for _ in range(count)]
 
 
 def measure(fleet: Fleet, peers: Sequence[Peer], cell: Cell, block: Block, tokens: int) -> Any:
@@ -106,19 +105,24 @@ def measure(fleet: Fleet, peers: Sequence[Peer], cell: Cell, block: Block, token
     fleet.keep([peer.name for peer in able])
     for peer in rotation(able, block.number):
         try:
-            found[peer.name] = _figures(*fleet.run(peer.name, work))
+            found[peer.name] = _figures(cell.in_flight, *fleet.run(peer.name, work))
         except PeerError as error:
             found[peer.name] = {"failed": str(error)}
     return {"topic": block.topic, "peers": found}
 
 
-def _figures(replies: Sequence[Reply], spent: Mapping[str, float]) -> dict[str, Any]:
-    """Figures of a block: seconds from the first sending to the last event, and per request."""
-    ends = [reply.last for reply in replies if reply.last is not None]
+def _figures(
+    in_flight: int, replies: Sequence[Reply], spent: Mapping[str, float]
+) -> dict[str, Any]:
+    """Figures of a block: tokens and seconds while all were in flight, and per request."""
+    spans = [
+        (reply.first or reply.sent, reply.last or reply.sent, reply.tokens) for reply in replies
+    ]
+    tokens, seconds = while_all_run(min(reply.sent for reply in replies), spans, in_flight)
     waits = np.array([wait for reply in replies for wait in reply.waits_s])
     return {
-        "tokens": sum(reply.tokens for reply in replies),
-        "seconds": max(ends) - min(reply.sent for reply in replies),
+        "tokens": tokens,
+        "seconds": seconds,
         "ttft_s": [round(reply.ttft_s, 5) for reply in replies],
         "tpot_s": [round(reply.tpot_s, 6) for reply in replies],
         "longest_waits_s": np.sort(waits)[::-1][: max(len(waits) // 50, 1)].round(5).tolist(),

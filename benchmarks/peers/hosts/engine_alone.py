@@ -30,6 +30,7 @@ def answer(engine: Engine, block: dict[str, Any]) -> list[Reply]:
     """Replies to a block's prompts, in order."""
     began = time.monotonic()
     replies = [Reply(began) for _ in block["prompts"]]
+    waiting = iter(replies[block["at_once"] :])
     sampling = SamplingParams(
         block["max_tokens"], temperature=block["temperature"], ignore_eos=True
     )
@@ -42,10 +43,10 @@ def answer(engine: Engine, block: dict[str, Any]) -> list[Reply]:
         if output.chunk.token_ids:
             reply.event(time.monotonic())
             reply.tokens += len(output.chunk.token_ids)
-        if output.chunk.finish_reason is not None and block["at_once"] == 1:
-            following = int(output.request_id) + 1
-            if following < len(replies):
-                replies[following].sent = time.monotonic()
+        if output.chunk.finish_reason is not None:
+            following = next(waiting, None)
+            if following is not None:
+                following.sent = time.monotonic()
     return replies
 
 

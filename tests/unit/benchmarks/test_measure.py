@@ -51,6 +51,17 @@ def test_a_ratio_is_the_geometric_mean_over_topics_of_unequal_blocks() -> None:
     assert ratio.blocks == 5
 
 
+def test_speed_of_many_in_flight_ends_with_the_first_slot_that_nobody_takes() -> None:
+    alike = [(101.0, 110.0, 90)] * 2 + [(111.0, 120.0, 90)] * 2
+    assert harness.while_all_run(100.0, alike, 2) == (360, 20.0)
+    one = [(101.0, 110.0, 90), (111.0, 120.0, 90)]
+    assert harness.while_all_run(100.0, one, 1) == (180, 20.0)
+    straggler = [(100.0, 110.0, 100), (100.0, 104.0, 100), (104.0, 108.0, 100)]
+    assert harness.while_all_run(100.0, straggler, 2) == (280, 8.0)
+    not_begun = [(100.0, 110.0, 100), (100.0, 104.0, 100), (112.0, 120.0, 100)]
+    assert harness.while_all_run(100.0, not_begun, 2) == (200, 10.0)
+
+
 def test_the_interval_is_students_for_one_topic() -> None:
     logs = [0.1, 0.2, 0.3]
     found = timings(
