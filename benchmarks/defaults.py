@@ -81,6 +81,11 @@ def run(
     return *while_all_run(began, spans, in_flight), spent
 
 
+def size_of(in_flight: int) -> int:
+    """Prompts of a block."""
+    return max(_BLOCK * in_flight, _LEAST)
+
+
 def measure(
     url: str, prompts: Iterator[Prompt], in_flight: int, options: argparse.Namespace
 ) -> list[tuple[Timing, dict[str, float]]]:
@@ -90,7 +95,7 @@ def measure(
     """
     found = []
     for block in range(-1, options.blocks):
-        own = list(islice(prompts, max(_BLOCK * in_flight, _LEAST)))
+        own = list(islice(prompts, size_of(in_flight)))
         for way in rotation(list(WAYS), block):
             fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
             fields |= WAYS[way]
@@ -127,7 +132,7 @@ def main() -> None:
     """Measure, write and show."""
     parser = arguments(__doc__, "quick", "target", "data", "out", target="smollm2")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4, 8, 16])
-    parser.add_argument("--blocks", type=int, default=12, help="of each number in flight")
+    parser.add_argument("--blocks", type=int, default=7, help="of each number in flight")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--port", type=int, default=8021)
@@ -140,11 +145,14 @@ def main() -> None:
     rows = list[dict[str, Any]]()
     tokenizer = load_tokenizer(find_models(options.target)[0])
     topics = [measured_prompts(options.data, topic, tokenizer) for topic in TOPICS]
-    prompts = iter(interleaved(topics))
+    found = interleaved(topics)
+    if len(found) < (needed := (options.blocks + 1) * sum(map(size_of, options.in_flight))):
+        parser.error(f"{needed} prompts are needed, and {len(found)} are there: fewer --blocks")
+    prompts = iter(found)
     with application(options.target, options.port, keys) as running:
         for in_flight in options.in_flight:
-            found = measure(running.base_url, prompts, in_flight, options)
-            rows += summary(in_flight, found)
+            timings = measure(running.base_url, prompts, in_flight, options)
+            rows += summary(in_flight, timings)
     settings = vars(options) | {"out": str(options.out), "data": source_of(options.data)}
     write(options.out / "defaults.json", {"machine": machine(), "settings": settings, "rows": rows})
     show("Speed, and over neither drafts nor records", rows)

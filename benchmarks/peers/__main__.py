@@ -63,7 +63,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--in-flight", type=int, nargs="+")
     parser.add_argument("--temperatures", type=float, nargs="+")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
-    parser.add_argument("--blocks", type=int, help="per topic (2; quick: 1)")
+    parser.add_argument("--blocks", type=int, default=1, help="per topic")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args(argv)
 
@@ -137,11 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     target = model_store.fetch(options.target, say, "--target")
     cells = cells_of(options)
-    blocks = options.blocks or (1 if options.quick else 2)
     tokens = options.max_tokens
     tokenizer = load_tokenizer(target)
     prompts = {topic: measured_prompts(options.data, topic, tokenizer) for topic in TOPICS}
-    plan = blocks_of(prompts, cells, blocks)
+    plan = blocks_of(prompts, cells, options.blocks)
     peers = [peer for peer in PEERS if _is_wanted(peer, options)]
     out = options.out / "peers"
     work = (out / "work").absolute()
@@ -182,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": before,
         "load_average_after": machine()["load_average"],
         "settings": shared
-        | {"quick": options.quick, "blocks": blocks, "context": _CONTEXT}
+        | {"quick": options.quick, "blocks": options.blocks, "context": _CONTEXT}
         | {"data": "self-written" if options.data is None else options.data.name},
         "cells": [asdict(cell) | report.summary(own, peers) for cell, own in units.items()],
         "servers": {
