@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from harness import Timing, differing, geometric_mean, paired_ratio, rotation, topic_rates
+from harness import FILLS, Timing, differing, geometric_mean, paired_ratio, rotation, topic_rates
 from prompts import Prompt
 from tqdm import tqdm
 
 from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.engine.request import FAILED, GenerationRequest, SamplingParams
 from paceline.actors.replay.record import ReplayRecord
-
-_FILLS = 3  # blocks of the pairs, in batches
 
 
 @dataclass(slots=True)
@@ -264,7 +262,7 @@ def make_full_blocks(
     They measure a server under that load, not how the last requests of a burst end. The topics
     take turns, and prompts may come again.
     """
-    topics, size = list(prompts), _FILLS * max(batch, 4)
+    topics, size = list(prompts), FILLS * max(batch, 4)
     blocks = []
     for number in range(count + 1):
         own, at = prompts[topics[number % len(topics)]], number // len(topics) * size

@@ -6,9 +6,9 @@ One server with the first draft, without training, over HTTP on loopback: two se
 by more than what is sought. Each block of prompts runs four ways in a rotating order:
 `speculative.draft: off` is without drafts, `store: false` without records, and with neither the
 router has nothing to do. After each run the server rests until it has handed its records over, and
-then they are purged: the next run of a prompt must find nothing in suffixes. Speed is that while
-as many were in flight as there shall be. Ratios are means of log-ratios of blocks with 95 % t
-intervals; processor time, that of the rest included, is a mean of all answers.
+then they are purged: the next run of a prompt must find nothing in suffixes. Speed is tokens
+per second while so many requests are in flight. Ratios are means of log-ratios of blocks with 95 %
+t intervals; processor time, that of the rest included, is a mean of all answers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import httpx
 import processes
 from clients import Load, chat
 from harness import (
+    FILLS,
     Timing,
     arguments,
     machine,
@@ -51,8 +52,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "drafts": {"store": False},
     "both": {},
 }
-_BLOCK = 3  # prompts of a block for each request in flight
-_LEAST = 5  # of a block
+_LEAST = 5  # prompts of a block
 _REST_S = 0.5
 _SHOWN = ("target", "ingress", "client")  # roles of processes
 
@@ -81,9 +81,9 @@ def run(
     return *while_all_run(began, spans, in_flight), spent
 
 
-def size_of(in_flight: int) -> int:
+def block_size(in_flight: int) -> int:
     """Prompts of a block."""
-    return max(_BLOCK * in_flight, _LEAST)
+    return max(FILLS * in_flight, _LEAST)
 
 
 def measure(
@@ -95,7 +95,7 @@ def measure(
     """
     found = []
     for block in range(-1, options.blocks):
-        own = list(islice(prompts, size_of(in_flight)))
+        own = list(islice(prompts, block_size(in_flight)))
         for way in rotation(list(WAYS), block):
             fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
             fields |= WAYS[way]
@@ -146,7 +146,7 @@ def main() -> None:
     tokenizer = load_tokenizer(find_models(options.target)[0])
     topics = [measured_prompts(options.data, topic, tokenizer) for topic in TOPICS]
     found = interleaved(topics)
-    if len(found) < (needed := (options.blocks + 1) * sum(map(size_of, options.in_flight))):
+    if len(found) < (needed := (options.blocks + 1) * sum(map(block_size, options.in_flight))):
         parser.error(f"{needed} prompts are needed, and {len(found)} are there: fewer --blocks")
     prompts = iter(found)
     with application(options.target, options.port, keys) as running:

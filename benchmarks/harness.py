@@ -31,6 +31,8 @@ import transformers
 from numpy.typing import NDArray
 from scipy import stats
 
+FILLS = 3  # prompts of a block for each request in flight
+
 Item = TypeVar("Item")
 Sample = Sequence[float] | NDArray[np.float64]
 
@@ -84,14 +86,14 @@ def while_all_run(
 ) -> tuple[int, float]:
     """Tokens, and seconds from ``began`` until fewer than ``in_flight`` requests are left.
 
-    What the last ones have left then does not count: stragglers that run alone say nothing of so
-    many in flight, and whose answers come at unequal speeds has more of them.
+    The rest of the last answers does not count: it comes in ever smaller batches, and for longer
+    where answers end at different times.
 
     Args:
         began: when the first request was sent.
-        replies: of each its first and last event's time, between which its tokens come evenly, and
-            its tokens.
-        in_flight: requests, of which each that ends is followed by another while there are any.
+        replies: times of the first and the last event of each, between which its tokens are taken
+            to come evenly, and the number of its tokens.
+        in_flight: requests at once; the next one follows when one ends.
     """
     until = sorted(last for _, last, _ in replies)[-in_flight]
     shares = [

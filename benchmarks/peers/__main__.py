@@ -3,8 +3,8 @@
     make bench-peers ARGS="--quick"
 
 The same weights, prompts (as token ids), lengths, threads and client for all; blocks of a few
-prompts in turns, in which every other server is suspended. Speed is that while as many were in
-flight as there shall be. Blocks that are there are kept.
+prompts in turns, in which every other server is suspended. Speed is tokens per second while so
+many requests are in flight. Blocks that are there are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Store, digest, machine, rotation, say, show, while_all_run, write
+from harness import FILLS, Store, digest, machine, rotation, say, show, while_all_run, write
 from harness import arguments as common_arguments
 from prompts import Prompt, interleaved, measured_prompts, training_prompts
 from tqdm import tqdm
@@ -33,7 +33,6 @@ from peers.fleet import Fleet
 from peers.load import Reply, Work
 
 _CONTEXT = 1024
-_BLOCK = 3  # prompts of a block for each request in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +82,13 @@ def blocks_of(
     Raises:
         ValueError: there are too few prompts.
     """
-    needed = per_topic * sum(_BLOCK * cell.in_flight for cell in cells)
+    needed = per_topic * sum(FILLS * cell.in_flight for cell in cells)
     if short := [topic for topic, own in prompts.items() if len(own) < needed]:
         raise ValueError(f"{', '.join(short)}: fewer than {needed} prompts")
     queues = {topic: iter(own) for topic, own in prompts.items()}
     return {
         cell: [
-            Block(turn * len(queues) + at, topic, tuple(islice(queue, _BLOCK * cell.in_flight)))
+            Block(turn * len(queues) + at, topic, tuple(islice(queue, FILLS * cell.in_flight)))
             for turn in range(per_topic)
             for at, (topic, queue) in enumerate(queues.items())
         ]
