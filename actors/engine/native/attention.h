@@ -200,16 +200,15 @@ __attribute__((noinline)) void score_pairs(const Bf16* keys, int64_t pairs,
                                            const Query<PairInput>* queries, float scale, int64_t at) {
   const PairInput* rotated[Q];
   for (int q = 0; q < Q; ++q) rotated[q] = queries[q].rotated;
-  Vector sums[Q][2] = {};
+  Vector sums[2][Q][1] = {};
   for (int64_t j = 0; j < pairs; j += 2)
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
-      const Pairs own = load<Pairs>(keys + 32 * (j + i));
-#pragma GCC unroll 8
-      for (int q = 0; q < Q; ++q) PairStep::add(sums[q][i], own, rotated[q] + 2 * (j + i));
+      const Pairs own[1] = {load<Pairs>(keys + 32 * (j + i))};
+      add_step<PairStep>(sums[i], own, rotated, 2 * (j + i));
     }
   for (int q = 0; q < Q; ++q) {
-    const Vector sum = (sums[q][0] + sums[q][1]) * scale;
+    const Vector sum = (sums[0][q][0] + sums[1][q][0]) * scale;
     std::memcpy(queries[q].scores + at, &sum, sizeof sum);
   }
 }
@@ -226,13 +225,12 @@ __attribute__((noinline)) void add_pairs(const Query<PairInput>* queries, int64_
     std::memcpy(sums[q], queries[q].sum + column, sizeof sums[q]);
   }
   values += 2 * column;
-  for (int64_t p = 0; p < pairs; ++p, values += 2 * dim)
+  for (int64_t p = 0; p < pairs; ++p, values += 2 * dim) {
+    Pairs own[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-      const Pairs own = load<Pairs>(values + 32 * n);
-#pragma GCC unroll 8
-      for (int q = 0; q < Q; ++q) PairStep::add(sums[q][n], own, weights[q] + 2 * p);
-    }
+    for (int n = 0; n < N; ++n) own[n] = load<Pairs>(values + 32 * n);
+    add_step<PairStep>(sums, own, weights, 2 * p);
+  }
   for (int q = 0; q < Q; ++q) std::memcpy(queries[q].sum + column, sums[q], sizeof sums[q]);
 }
 
@@ -243,9 +241,10 @@ inline void add_last(const Attention& a, const Query<PairInput>& query, int64_t 
   const bool both = at < query.last;
   const PairInput weights[2] = {query.weights[at], both ? query.weights[at + 1] : PairInput{}};
   for (int64_t d = 0; d < a.dim; d += kLanes) {
-    Vector sum = load<Vector>(query.sum + d);
-    PairStep::add(sum, load<Pairs>(values + 2 * d) & (both ? ~0u : 0xffffu), weights);
-    std::memcpy(query.sum + d, &sum, sizeof sum);
+    Vector sums[1][1] = {{load<Vector>(query.sum + d)}};
+    const Pairs own[1] = {load<Pairs>(values + 2 * d) & (both ? ~0u : 0xffffu)};
+    add_step<PairStep>(sums, own, {weights}, 0);
+    std::memcpy(query.sum + d, sums, sizeof sums);
   }
 }
 

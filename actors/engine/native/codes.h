@@ -86,7 +86,8 @@ __attribute__((noinline)) void coded_tile(const Product& p, int64_t block, Bf16*
   constexpr int kPairs = 16 / Bits;  // of columns, in a word
   const int64_t groups = p.weight.in / kGroup, stride = packed_block<Bf16>(p.weight.in);
   const Group<Bits>* own = static_cast<const Group<Bits>*>(p.weight.packed) + block * groups;
-  const auto* x = static_cast<const Step<Bf16>::Input*>(p.x);
+  const Rows<Bf16, R> rows(p, 0);
+  int64_t column = 0;
   Vector sums[R][B] = {};
   for (int64_t g = 0; g < groups; ++g) {
     Decoder<Bits> decoders[B];
@@ -95,7 +96,7 @@ __attribute__((noinline)) void coded_tile(const Product& p, int64_t block, Bf16*
       for (int b = 0; b < B; ++b)
         __builtin_prefetch(reinterpret_cast<const char*>(own + (B + b) * groups + g) + line);
 #pragma GCC unroll 8
-    for (int j = 0; j < Bits; ++j, x += 2 * kPairs) {
+    for (int j = 0; j < Bits; ++j, column += 2 * kPairs) {
       __m512i words[B];
       for (int b = 0; b < B; ++b) words[b] = _mm512_loadu_si512(own[b * groups + g].codes[j]);
       each_pair<Bits>([&](auto pair) __attribute__((always_inline)) {
@@ -105,10 +106,7 @@ __attribute__((noinline)) void coded_tile(const Product& p, int64_t block, Bf16*
           if constexpr (Keep) _mm512_storeu_si512(kept + b * stride, (__m512i)w[b]);
         }
         if constexpr (Keep) kept += 2 * kOutputs;
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-          for (int b = 0; b < B; ++b)
-            Step<Bf16>::add(sums[r][b], w[b], x + r * p.weight.in + 2 * pair.value);
+        add_step<Step<Bf16>>(sums, w, rows.x, column + 2 * pair.value);
       });
     }
   }

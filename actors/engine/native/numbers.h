@@ -27,13 +27,16 @@ template <>
 inline float narrow<float>(float x) {
   return x;
 }
+template <class Bits>  // of a float, or of several
+inline Bits narrow_bits(Bits bits) {  // to nearest, ties to even
+  const Bits rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, quiet = (bits >> 16) | 0x40u;
+  return (bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
+}
 template <>
-inline Bf16 narrow<Bf16>(float x) {  // to nearest, ties to even
+inline Bf16 narrow<Bf16>(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const uint32_t quiet = (bits >> 16) | 0x40u;
-  return {static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded)};
+  return {static_cast<uint16_t>(narrow_bits(bits))};
 }
 template <class T>
 inline float rounded(float x) {
@@ -49,12 +52,21 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
 
 template <class V>
 inline V load(const void* from) {
   V v;
   std::memcpy(&v, from, sizeof v);
   return v;
+}
+
+// Stores the first lanes of a vector, each as narrow() has it.
+inline void store(Vector x, int64_t lanes, float* to) { std::memcpy(to, &x, lanes * sizeof *to); }
+inline void store(Vector x, int64_t lanes, Bf16* to) {
+  const Halves halves = __builtin_convertvector(narrow_bits((Words)x), Halves);
+  std::memcpy(to, &halves, lanes * sizeof *to);
 }
 
 // exp for x <= 80, relative error about 2e-7; branch-free, so that loops vectorise.

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kOutputs = 16;
 constexpr int kParts = kOutputs / kLanes;  // vectors of as many outputs
-typedef uint32_t Pairs __attribute__((vector_size(4 * kLanes)));
+using Pairs = Words;  // of bfloat16
 
 struct Weight {
   const void* packed;  // see pack() and pack_codes()
@@ -42,7 +42,8 @@ struct Product {
 inline int64_t all_blocks(const Weight& weight) { return (weight.out + kOutputs - 1) / kOutputs; }
 
 // One step takes kDepth columns: of every output its weights lie together, 16 outputs side by side.
-// Rows are read as Input.
+// Rows are read as Input. A step is kTurns turns: a part of the weights, and of a row what they are
+// multiplied by, spread over a vector.
 template <class T>
 struct Step;
 
@@ -50,8 +51,12 @@ template <>
 struct Step<float> {
   using Input = float;
   using Weights = Vector;
-  static constexpr int kDepth = 1;
-  static inline void add(Vector& sum, Vector w, const float* x) { sum += w * *x; }
+  static constexpr int kDepth = 1, kTurns = 1;
+  template <int>
+  static inline Vector part(Vector w) { return w; }
+  template <int>
+  static inline Vector spread(const float* x) { return *x - Vector{}; }
+  static inline void add(Vector& sum, Vector w, Vector x) { sum += w * x; }
   static inline void last(Vector&, Vector, const float*) {}  // there is no half step
 };
 
@@ -61,27 +66,48 @@ struct Step<Bf16> {
   static constexpr int kDepth = 2;
 #if PACELINE_DOTS
   using Input = Bf16;
+  static constexpr int kTurns = 1;
   static inline Input input(float x) { return narrow<Bf16>(x); }
-  static inline void add(Vector& sum, Pairs w, uint32_t pair) {
-    const __m512i x = _mm512_set1_epi32(static_cast<int>(pair));
-    sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)w, (__m512bh)x);
-  }
-  static inline void add(Vector& sum, Pairs w, const Bf16* x) {
-    add(sum, w, load<uint32_t>(x));
+  template <int>
+  static inline Pairs part(Pairs w) { return w; }
+  template <int>
+  static inline Pairs spread(const Bf16* x) { return load<uint32_t>(x) - Pairs{}; }
+  static inline void add(Vector& sum, Pairs w, Pairs x) {
+    sum = (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)w, (__m512bh)(__m512i)x);
   }
   static inline void last(Vector& sum, Pairs w, const Bf16* x) {
-    add(sum, w, static_cast<uint32_t>(x->bits));
+    add(sum, w, static_cast<uint32_t>(x->bits) - Pairs{});
   }
 #else
   using Input = float;
+  static constexpr int kTurns = 2;
   static inline Input input(float x) { return rounded<Bf16>(x); }
-  static inline void add(Vector& sum, Pairs w, const float* x) {
-    last(sum, w, x);
-    sum += (Vector)(w & 0xffff0000u) * x[1];
-  }
-  static inline void last(Vector& sum, Pairs w, const float* x) { sum += (Vector)(w << 16) * *x; }
+  template <int Turn>
+  static inline Vector part(Pairs w) { return (Vector)(Turn == 0 ? w << 16 : w & 0xffff0000u); }
+  template <int Turn>
+  static inline Vector spread(const float* x) { return x[Turn] - Vector{}; }
+  static inline void add(Vector& sum, Vector w, Vector x) { sum += w * x; }
+  static inline void last(Vector& sum, Pairs w, const float* x) { add(sum, part<0>(w), spread<0>(x)); }
 #endif
 };
+
+// Adds a step of N vectors of outputs for R rows, from column `k` on. Row by row within a turn: with
+// all that is spread at hand the sums would not stay in registers.
+template <class S, int Turn = 0, int R, int N>
+__attribute__((always_inline)) inline void add_step(Vector (&sums)[R][N],
+                                                    const typename S::Weights (&w)[N],
+                                                    const typename S::Input* const (&x)[R], int64_t k) {
+  decltype(S::template part<Turn>(w[0])) own[N];
+#pragma GCC unroll 16
+  for (int i = 0; i < N; ++i) own[i] = S::template part<Turn>(w[i]);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const auto input = S::template spread<Turn>(x[r] + k);
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) S::add(sums[r][i], own[i], input);
+  }
+  if constexpr (Turn + 1 < S::kTurns) add_step<S, Turn + 1>(sums, w, x, k);
+}
 
 template <class T>
 inline int64_t packed_block(int64_t in) {  // elements of 16 outputs' weights
@@ -124,12 +150,13 @@ void store(const Product& p, int64_t row, int count, int64_t block,
   for (int r = 0; r < count; ++r)
     for (int i = 0; i < B * kParts; ++i) {
       const int64_t n = block * kOutputs + i * kLanes;
-      const int lanes = static_cast<int>(std::min<int64_t>(kLanes, out - n));
+      const int64_t lanes = std::clamp<int64_t>(out - n, 0, kLanes);
       T* y = static_cast<T*>(p.y) + (row + r) * out + n;
-      for (int lane = 0; lane < lanes; ++lane) {
-        const float sum = sums[r][i][lane];
-        y[lane] = narrow<T>(bias ? sum + widen(bias[n + lane]) : sum);
-      }
+      Vector sum = sums[r][i];
+      if (bias != nullptr)
+        for (int64_t lane = 0; lane < lanes; ++lane) sum[lane] += widen(bias[n + lane]);
+      if (lanes == kLanes) store(sum, kLanes, y);
+      else store(sum, lanes, y);
     }
 }
 
@@ -139,7 +166,6 @@ __attribute__((noinline)) void tile(const Product& p, int64_t row, int64_t block
   constexpr int depth = Step<T>::kDepth;
   const int64_t in = p.weight.in, stride = packed_block<T>(in);
   const Rows<T, R> rows(p, row);
-  const auto* const* x = rows.x;
   const T* w = static_cast<const T*>(p.weight.packed) + block * stride;
   const auto part = [&](int i) {
     return load<typename Step<T>::Weights>(w + i / kParts * stride + i % kParts * depth * kLanes);
@@ -147,19 +173,17 @@ __attribute__((noinline)) void tile(const Product& p, int64_t row, int64_t block
   Vector sums[R][B * kParts] = {};
   int64_t k = 0;
   for (; k + depth <= in; k += depth, w += depth * kOutputs) {
+    if (R <= 4)
+      for (int b = 0; b < B; ++b) __builtin_prefetch(w + b * stride + 16 * depth * kOutputs);
+    typename Step<T>::Weights own[B * kParts];
 #pragma GCC unroll 16
-    for (int i = 0; i < B * kParts; ++i) {
-      const auto own = part(i);
-      if (R <= 4 && i % kParts == 0)
-        __builtin_prefetch(w + i / kParts * stride + 16 * depth * kOutputs);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) Step<T>::add(sums[r][i], own, x[r] + k);
-    }
+    for (int i = 0; i < B * kParts; ++i) own[i] = part(i);
+    add_step<Step<T>>(sums, own, rows.x, k);
   }
   if (k < in)
     for (int i = 0; i < B * kParts; ++i) {
       const auto own = part(i);
-      for (int r = 0; r < R; ++r) Step<T>::last(sums[r][i], own, x[r] + k);
+      for (int r = 0; r < R; ++r) Step<T>::last(sums[r][i], own, rows.x[r] + k);
     }
   store<T, R, B>(p, row, rows.count, block, sums);
 }
@@ -171,7 +195,7 @@ void panel(const Product& p, int64_t row, int64_t from, int64_t to) {
   for (; block < to; ++block) tile<T, R, 1>(p, row, block);
 }
 
-constexpr int kMany = kLanes == 16 ? 8 : 6;  // more rows than these are taken in parts over weights in the cache
+constexpr int kMany = kLanes == 16 ? 8 : 6;  // more rows are taken in parts over weights in the cache
 constexpr int kCached = 4;                   // so many blocks at a time
 
 // Tiles whose sums stay in registers: 32 of them where vectors have 16 lanes, 16 where they have 8.
