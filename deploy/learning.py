@@ -16,7 +16,7 @@ import ray
 from ray.util import metrics
 
 from paceline.actors.engine.target_handle import TargetHandle
-from paceline.actors.replay.host import ShardHost, ShardHostHandle
+from paceline.actors.replay.host import ShardHost, ShardHostHandle, remove_records
 from paceline.actors.training.background import lower_priority
 from paceline.actors.training.permits import TrainerIdentity
 from paceline.actors.training.progress import TrainerStatus
@@ -66,12 +66,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_REPLAY_FOLDER = "replay"  # of the state folder
 _TRAINER_GPU_SHARE = 0.25
 _YIELD_S, _YIELD_ON_CPU_S = 2.0, 60.0
 
 
 def start_actors(config: PacelineConfig) -> LearningActors:
     """Start all but the trainers under their names; Ray restarts those that die."""
+    if not shard_hosts(config):
+        remove_records(config.state_path / _REPLAY_FOLDER)
     actors = {name: start() for name, start in factories(config).items()}
     return _find(config, actors.__getitem__)
 
@@ -118,11 +121,13 @@ def shard_hosts(config: PacelineConfig) -> int:
 
 
 def _shard_host(config: PacelineConfig, name: str, index: int) -> ShardHostHandle:
-    folder = str(config.state_path / "replay") if config.replay.persist else None
     metered_host = metered(ShardHost, lambda h: chain.from_iterable(map(shard_samples, h.stats())))
     host = _restarted(config, metered_host, name)
     hosts, settings = shard_hosts(config), replay_settings(config)
-    handle: ShardHostHandle = host.remote(index, hosts, config.experts, settings, folder)
+    handle: ShardHostHandle = host.remote(
+        *(index, hosts, config.experts, settings, str(config.state_path / _REPLAY_FOLDER)),
+        persist=config.replay.persist,
+    )
     return handle
 
 

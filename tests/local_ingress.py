@@ -60,7 +60,7 @@ class Handle:
     def _generate(self, request: GenerationRequest, whole: bool) -> Stream:
         return Stream(self._target.generate(request, whole))
 
-    def broadcast(self, _: str) -> Broadcast:
+    def broadcast(self, *_: object) -> Broadcast:
         return Broadcast()
 
     def options(self, **_: object) -> Handle:

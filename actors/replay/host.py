@@ -21,6 +21,17 @@ def host_of(topic: str, hosts: int) -> int:
     return crc32(topic.encode()) % hosts
 
 
+def remove_records(folder: Path) -> None:
+    """Remove what shards have kept in a folder: nothing would let it expire, or purge it."""
+    for pattern in (f"*{FILE_SUFFIX}", f".*{FILE_SUFFIX}.partial"):
+        for file in folder.glob(pattern):
+            logger.warning("%s is removed: records are not kept on disk any more", file)
+            try:
+                file.unlink(missing_ok=True)
+            except OSError:
+                logger.exception("%s holds prompts and answers, and cannot be removed", file)
+
+
 class ShardHost:
     """Replay shards of several topics in one process.
 
@@ -33,7 +44,9 @@ class ShardHost:
         hosts: int,
         topics: Iterable[str],
         settings: ReplaySettings,
-        persist_dir: str | None = None,
+        folder: str,
+        *,
+        persist: bool,
     ) -> None:
         """Open the shards of topics, and of those whose records are on disk: they have to expire.
 
@@ -42,15 +55,18 @@ class ShardHost:
             hosts: their number.
             topics: of all hosts; the shard of another topic is opened when it is first called.
             settings: of every shard.
-            persist_dir: see ReplayShard.
+            folder: of records on disk.
+            persist: whether shards keep them there; if not, those of before are removed.
         """
         self._settings = settings
-        self._persist_dir = persist_dir
+        self._persist_dir = folder if persist else None
+        if not persist:
+            remove_records(Path(folder))
         self._shards: dict[str, ReplayShard] = {}
         for topic in topics:
             if host_of(topic, hosts) == index:
                 self._shard(topic)
-        files = [] if persist_dir is None else sorted(Path(persist_dir).glob(f"*{FILE_SUFFIX}"))
+        files = sorted(Path(folder).glob(f"*{FILE_SUFFIX}"))
         for topic in (file.name.removesuffix(FILE_SUFFIX) for file in files):
             if host_of(topic, hosts) == index:
                 try:

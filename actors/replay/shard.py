@@ -16,6 +16,7 @@ import numpy as np
 
 from paceline.actors.handles import remote_method
 from paceline.actors.replay.buffer import ReplayBuffer, ReplaySettings, ShardStats, Split
+from paceline.actors.replay.purges import Purges
 from paceline.actors.replay.record import (
     RecordError,
     RecordValueError,
@@ -106,6 +107,7 @@ class ReplayShard:
         self._rng = np.random.default_rng(seed)
         self._clock = clock
         self._refused = self._refused_values = self._left_out = 0
+        self._purges = Purges(clock)
         self._lock = threading.RLock()  # expiry runs in a thread of its own
         self._oldest_written = math.inf  # unix seconds, creation of the journal's oldest record
         self._journal: Journal | None = None
@@ -119,7 +121,8 @@ class ReplayShard:
     def insert(self, data: bytes, left_out: int = 0) -> None:
         """Insert an encoded record; invalid bytes are counted and dropped.
 
-        A synthetic record is dropped if the record it was made from is gone.
+        A record is dropped if it was purged before it came, a synthetic one if the record it was
+        made from is gone.
 
         Args:
             data: the record.
@@ -153,6 +156,7 @@ class ReplayShard:
     def delete(self, request_id: str | None) -> int:
         """Remove a request's records, or with None all, from memory and disk; returns how many."""
         with self._lock:
+            self._purges.add(request_id)
             removed = self._buffer.delete(request_id)
             self._compact()
             return removed
@@ -175,7 +179,7 @@ class ReplayShard:
             )
 
     def _insert(self, data: bytes, *, needs_source: bool) -> EncodedRecord | None:
-        """Put a record into the buffer; None if it is invalid, expired or not to be kept.
+        """Put a record into the buffer; None if it is invalid, purged, expired or not to be kept.
 
         Args:
             data: encoded.
@@ -187,6 +191,8 @@ class ReplayShard:
             self._refused += 1
             self._refused_values += isinstance(error, RecordValueError)
             logger.warning("%s: %s", self._topic, error)
+            return None
+        if self._purges.cover(record.request_id, self._topic, record.created):
             return None
         held_out = is_held_out(record.prompt_token_ids, self._settings.held_out_fraction)
         encoded = EncodedRecord(record.request_id, record.created, bytes(data))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.actors.handles import RemoteMethod, remote_method
+from paceline.actors.replay.purges import Purges
 from paceline.actors.replay.record import RecordError, belongs, decode
 from paceline.actors.router.hedge import Hedge, HedgeTable
 from paceline.actors.router.key_scope import may_draft
@@ -103,6 +104,7 @@ class ScoringLoop:
         self._on_trial: list[str] = []
         self._in_progress: dict[str, _Encoded] = {}  # records that are being scored
         self._removed = False  # any of these
+        self._purges = Purges(clock)
         self._counts: Counter[str] = Counter(offered=0, refused=0, scores=0)
 
     def add_expert(self, expert: str, like: str) -> bool:
@@ -121,7 +123,7 @@ class ScoringLoop:
             return True
 
     def offer(self, data: bytes) -> None:
-        """Take an encoded record; broken ones, and those of unknown topics, are counted."""
+        """Take an encoded record; broken and purged ones, and of unknown topics, are refused."""
         try:
             record = decode(data)
         except RecordError as error:
@@ -131,7 +133,8 @@ class ScoringLoop:
         self._counts["offered"] += 1
         key = record.request_id
         with self._lock:
-            if record.topic not in self._scored or key in self._records:
+            known = record.topic in self._scored and key not in self._records
+            if not known or self._purges.cover(key, record.topic, record.created):
                 self._counts["refused"] += 1
                 return
             for old in self.hedge.add_row(record.topic, key):
@@ -153,6 +156,7 @@ class ScoringLoop:
             return topic in (None, record.topic) and belongs(key, request_id)
 
         with self._lock:
+            self._purges.add(request_id, topic)
             gone = [(key, r.topic) for key, r in self._records.items() if matches(key, r)]
             self._removed |= any(matches(*item) for item in self._in_progress.items())
             for key, own in gone:

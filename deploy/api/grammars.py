@@ -136,6 +136,8 @@ class Grammars:
         known = self._known(line)
         if known is not None:  # since a request before this one
             return known
+        if self._worker is not None and self._worker.poll() is not None:
+            self._stop()  # it has ended since, which no grammar is to blame for
         worker = self._worker or self._start()
         result = self._ask(worker, line, _TIMEOUT_S)
         if result is None:

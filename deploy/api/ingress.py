@@ -33,7 +33,7 @@ from paceline.deploy.api.failover import Failover, FailoverPolicy
 from paceline.deploy.api.generation import complete_all, stream_all, streaming_handle
 from paceline.deploy.api.grammars import Grammars
 from paceline.deploy.api.openapi import openapi_document
-from paceline.deploy.api.operations import Operations, shards_of
+from paceline.deploy.api.operations import TOPICS_TIMEOUT_S, Operations, shards_of
 from paceline.deploy.api.page import OPEN_PATHS, add_page
 from paceline.deploy.api.prompt_encoder import PromptEncoder, context_length, vocabulary_size
 from paceline.deploy.api.request_parser import (
@@ -316,7 +316,9 @@ class Ingress:
 
     async def _current_shards(self) -> dict[str, ShardHandle]:
         """The shards of all topics, also of those added a moment ago, or configured no more."""
-        self._experts.update(await self._actors.registry.topics.remote())
+        view = await call_or_none(self._actors.registry.topics.remote, TOPICS_TIMEOUT_S)
+        if view is not None:
+            self._experts.update(view)
         return await shards_of(self._actors.shard_hosts) | self._shards()
 
     async def topics(self) -> Response:

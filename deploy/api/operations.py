@@ -38,7 +38,7 @@ from paceline.deploy.errors import UNKNOWN_OUTCOME, VERSION_CHANGED, ApiError
 logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 2**16
-_TIMEOUT_S, _TOPICS_TIMEOUT_S = 30.0, 5.0
+_TIMEOUT_S, TOPICS_TIMEOUT_S = 30.0, 5.0
 # Keys among the shards' in a purge's result; not valid topic names.
 SCORER, REPLICAS = "(scorer)", "(replicas)"
 
@@ -74,7 +74,7 @@ class DrainRequest(_Body):
 
 async def shards_of(hosts: Sequence[ShardHostHandle]) -> dict[str, ShardHandle]:
     """All shards of the hosts that answer, by topic: some may be configured no more."""
-    calls = (call_or_none(host.topics.remote, _TOPICS_TIMEOUT_S) for host in hosts)
+    calls = (call_or_none(host.topics.remote, TOPICS_TIMEOUT_S) for host in hosts)
     found = await asyncio.gather(*calls)
     return {topic: shard_of(topic, hosts) for own in found for topic in own or ()}
 
@@ -147,7 +147,7 @@ class Operations:
     async def purge(self, request: Request) -> Response:
         """Remove records from memory and disk; gives counts per topic, null if unknown."""
         body = await self._parse(request, PurgeRequest, "A purge")
-        shards = dict(await _call("weight registry", self._shards))
+        shards = await self._shards()
         if body.topic is not None and body.topic not in shards:
             raise _unknown_topic(body.topic)
         names = [body.topic] if body.topic is not None else list(shards)

@@ -100,7 +100,8 @@ class OutcomeMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application for one request."""
-        if scope["type"] != "http" or scope["path"] not in _COUNTED:
+        counted = scope["type"] == "http" and scope["path"] in _COUNTED
+        if not counted or scope["method"] == "OPTIONS":  # a browser's preflight
             await self._app(scope, receive, send)
             return
         progress, started_at = _Progress(), self._outcomes.now()

@@ -35,8 +35,9 @@ class Local:
 
 
 def hosts(count: int, folder: Path | None = None) -> list[Any]:
-    persist = None if folder is None else str(folder)
-    return [Local(ShardHost(index, count, TOPICS, SETTINGS, persist)) for index in range(count)]
+    given = count, TOPICS, SETTINGS, str(folder)
+    persist = folder is not None
+    return [Local(ShardHost(index, *given, persist=persist)) for index in range(count)]
 
 
 def held(found: Sequence[Any]) -> list[list[str]]:
@@ -89,3 +90,13 @@ def test_an_unreadable_file_stops_its_own_topic_alone(tmp_path: Path) -> None:
     (tmp_path / "sql.records").mkdir()
     with pytest.raises(IsADirectoryError):
         hosts(1, tmp_path)
+
+
+def test_without_persist_what_was_kept_on_disk_is_removed(tmp_path: Path) -> None:
+    shard_of("sql", hosts(1, tmp_path)).insert.remote(record("a"))
+    (tmp_path / ".travel.records.partial").write_bytes(record("b"))  # of a host that was killed
+    (tmp_path / "notes.txt").write_text("somebody's")
+    host = ShardHost(0, 1, TOPICS, SETTINGS, str(tmp_path), persist=False)
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+    assert host.topics() == list(TOPICS)
+    assert not sum(stats.records("train") for stats in host.stats())

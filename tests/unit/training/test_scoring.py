@@ -188,6 +188,18 @@ def test_a_deleted_record_is_scored_no_more(draft: Path) -> None:
     assert (seen, scoring.table().scores) == ([16, 16, 16, 3, 3], 38)
 
 
+def test_what_was_purged_and_comes_then_is_refused(draft: Path) -> None:
+    now = [100.0]
+    scoring = ScoringLoop(settings_of(draft), clock=lambda: now[0], sleep=lambda _: None)
+    late = training_record(0, created=99.0)
+    scoring.delete(None, "poetry")
+    offer(scoring, [training_record(1, created=99.0)])
+    scoring.delete(None, late.topic)
+    offer(scoring, [late, training_record(2, created=101.0)])
+    table = scoring.table()
+    assert (table.waiting, table.offered, table.refused) == (1, 3, 1)
+
+
 def test_nothing_is_scored_if_all_has_expired_before_the_permit(draft: Path) -> None:
     now, settings = [0.0], settings_of(draft, retention_s=10.0)
     scoring = ScoringLoop(settings, clock=lambda: now[0], sleep=lambda _: None)

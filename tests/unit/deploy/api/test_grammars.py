@@ -138,6 +138,14 @@ def test_what_explodes_is_refused_within_the_limits(grammars: Grammars, name: st
     assert compile_(grammars, "choice", ["y", name])
 
 
+def test_no_grammar_is_to_blame_for_a_worker_that_was_killed(grammars: Grammars) -> None:
+    compile_(grammars, "choice", ["x"])
+    assert grammars._worker is not None
+    grammars._worker.kill()
+    grammars._worker.wait()
+    assert compile_(grammars, "choice", ["killed before this one"])
+
+
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_is_large_but_harmless_is_compiled(grammars: Grammars, name: str) -> None:
     assert compile_(grammars, *HARMLESS[name])

@@ -15,8 +15,10 @@ import ray
 import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from local_ingress import Handle, nothing_learns
 from replay_samples import make_record
 
+from paceline.actors.engine.target import TargetReplica
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.host import ShardHost, shard_of
 from paceline.actors.replay.record import encode
@@ -28,6 +30,7 @@ from paceline.actors.weights.registry import WeightRegistry
 from paceline.cluster.named_actor import NamedActor
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.api.admission import DrainState
+from paceline.deploy.api.ingress import Ingress, IngressSettings
 from paceline.deploy.api.operations import Operations, shards_of
 from paceline.deploy.cli import operations as operations_command
 from paceline.deploy.cli import tables
@@ -179,7 +182,8 @@ def test_a_purge_reaches_records_on_disk_of_topics_that_are_configured_no_more(
     settings, now = ReplaySettings(held_out_fraction=0.0), time.time()
 
     def open_hosts(topics: Sequence[str]) -> list[Any]:
-        return [Remote(ShardHost(i, 2, topics, settings, str(tmp_path / "replay"))) for i in (0, 1)]
+        given = 2, topics, settings, str(tmp_path / "replay")
+        return [Remote(ShardHost(i, *given, persist=True)) for i in (0, 1)]
 
     before = open_hosts(["travel", "art"])
     for name in ("travel", "art"):
@@ -202,6 +206,24 @@ def test_a_purge_reaches_records_on_disk_of_topics_that_are_configured_no_more(
     assert world.post("replay/purge", {"topic": "travel"}).json()["removed"]["travel"] == 1
     assert not (tmp_path / "replay" / "travel.records").read_bytes()
     assert world.post("replay/purge", {"topic": "cooking"}).status_code == 404
+
+
+def test_a_purge_needs_no_registry(target: TargetReplica, target_folder: Path) -> None:
+    settings = ReplaySettings(held_out_fraction=0.0)
+    host: Any = Remote(ShardHost(0, 1, TOPICS, settings, "", persist=False))
+    data = encode(make_record(request_id="cmpl-a", created=time.time()))
+    asyncio.run(shard_of("sql", [host]).insert.remote(data))  # type: ignore[arg-type]
+    actors = nothing_learns(shard_hosts=[host])
+    ingress_settings = IngressSettings("m", str(target_folder), None, ("general",), 1.0, 0.5, 8)
+    api = Ingress(ingress_settings, Handle(target), None, actors).api()  # type: ignore[arg-type]
+
+    async def purge() -> httpx.Response:
+        transport = httpx.ASGITransport(api, client=("127.0.0.1", 5))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            return await http.post("/v1/paceline/replay/purge", json={"request_id": "cmpl-a"})
+
+    answer = asyncio.run(purge())
+    assert answer.json() == {"removed": {"sql": 1, "general": 0, "(replicas)": 0}}
 
 
 def test_an_answer_is_purged_with_all_its_choices_and_no_other(world: World) -> None:

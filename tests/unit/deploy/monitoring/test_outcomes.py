@@ -36,6 +36,7 @@ from paceline.deploy.monitoring.samples import (
 SHORT = {"model": "m", "prompt": "a", "max_tokens": 4, "ignore_eos": True}
 LONG = SHORT | {"max_tokens": 4000}
 PATH = "/v1/completions"
+PREFLIGHT = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
 
 
 def measured(target: Any, folder: Path, **more: Any) -> tuple[Any, Outcomes]:
@@ -61,13 +62,20 @@ def asked(
 def test_answers_and_refusals_count_and_other_requests_do_not(
     target: TargetReplica, target_folder: Path
 ) -> None:
-    api, outcomes = measured(target, target_folder)
+    api, outcomes = measured(target, target_folder, cors_origins=("https://a.example",))
     answers = asked(
         api, target, SHORT, SHORT | {"stream": True}, SHORT | {"max_tokens": -1}, SHORT | {"n": 9}
     )
     assert [answer.status_code for answer in answers] == [200, 200, 400, 400]
     assert asked(api, target, {}, path="/v1/models")[0].status_code == 405
     assert asked(api, target, {}, path="/nowhere")[0].status_code == 404
+
+    async def preflight() -> httpx.Response:
+        transport = httpx.ASGITransport(api)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+            return await http.options(PATH, headers=PREFLIGHT)
+
+    assert asyncio.run(preflight()).status_code == 200
     assert dict(outcomes.counts) == {"ok": 2, "refused": 2}
     assert len(outcomes.latencies) == 2
     assert all(seconds > 0 for seconds in outcomes.latencies)
@@ -165,7 +173,7 @@ def test_a_disconnect_is_distinguished_from_an_error(error: Exception, outcome: 
         pass
 
     outcomes = Outcomes(lambda: 0.0)
-    scope = {"type": "http", "path": "/v1/completions"}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions"}
     with pytest.raises(type(error)):
         asyncio.run(OutcomeMiddleware(raising, outcomes)(scope, nothing, drop))
     assert outcomes.counts == {outcome: 1}

@@ -1,0 +1,64 @@
+"""Purges, and what arrives after them."""
+
+from __future__ import annotations
+
+import pytest
+from replay_samples import make_record
+
+from paceline.actors.replay.buffer import ReplaySettings
+from paceline.actors.replay.purges import Purges
+from paceline.actors.replay.record import encode, synthetic_id
+from paceline.actors.replay.shard import ReplayShard
+
+HOUR_S = 3600.0
+
+
+class Clock:
+    now = 10_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("answer", "topic", "record", "created", "covered"),
+    [
+        ("a", None, "a", 9_999.0, True),
+        ("a", None, "a", 10_001.0, True),  # it was running
+        ("a", None, "a-1", 9_999.0, True),
+        ("a", None, synthetic_id("a-1", "m"), 9_999.0, True),
+        ("a", None, "b", 9_999.0, False),
+        ("a", "code", "a", 9_999.0, False),
+        (None, None, "a", 10_000.0, True),
+        (None, "sql", "a", 9_999.0, True),
+        (None, "code", "a", 9_999.0, False),
+        (None, None, "a", 10_000.1, False),
+    ],
+)
+def test_what_a_purge_covers(
+    answer: str | None, topic: str | None, record: str, created: float, covered: bool
+) -> None:
+    clock = Clock()
+    purges = Purges(clock)
+    assert not purges.cover(record, "sql", created)
+    purges.add(answer, topic)
+    assert purges.cover(record, "sql", created) == covered
+    clock.now += HOUR_S + 1.0
+    purges.add("other")
+    assert not purges.cover(record, "sql", created)
+
+
+def test_a_record_that_comes_after_its_purge_is_not_kept() -> None:
+    clock = Clock()
+    settings = ReplaySettings(held_out_fraction=0.0, retention_s=HOUR_S)
+    shard = ReplayShard("sql", settings, clock=clock)
+
+    def insert(name: str, created: float) -> None:
+        shard.insert(encode(make_record(request_id=name, created=created)))
+
+    insert("a", clock.now - 2.0)
+    assert shard.delete(None) == 1
+    insert("b", clock.now - 1.0)  # of a replica that was stopping
+    assert shard.stats().records("train") == 0
+    insert("c", clock.now + 1.0)
+    assert shard.stats().records("train") == 1
