@@ -160,13 +160,20 @@ def with_stop_token_ids(
 
 
 def with_all_stop_token_ids(
-    request: GenerationRequest, eos_token_ids: frozenset[int]
+    request: GenerationRequest, eos_token_ids: frozenset[int], vocab_size: int
 ) -> GenerationRequest:
-    """Set ``all_stop_token_ids`` if the request has ``min_tokens``."""
+    """Set ``all_stop_token_ids`` if the request has ``min_tokens``.
+
+    Args:
+        request: of the client.
+        eos_token_ids: of the target; a tokenizer may have some that the target has not.
+        vocab_size: of the target.
+    """
     sampling = request.sampling
     if sampling.min_tokens == 0:
         return request
-    ids = tuple(sorted(eos_token_ids.union(sampling.stop_token_ids)))
+    known = (token for token in eos_token_ids if token < vocab_size)
+    ids = tuple(sorted({*known, *sampling.stop_token_ids}))
     return replace(request, sampling=replace(sampling, all_stop_token_ids=ids))
 
 

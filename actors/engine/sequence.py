@@ -371,7 +371,7 @@ def make_sequence(
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise ValueError(f"a token id is not in the target's vocabulary of {vocab_size}")
     request = with_stop_token_ids(request, special_tokens(tokenizer.backend_tokenizer), vocab_size)
-    request = with_all_stop_token_ids(request, settings.eos_token_ids)
+    request = with_all_stop_token_ids(request, settings.eos_token_ids, vocab_size)
     k = request.num_speculative_tokens
     if k is None:
         k = settings.num_speculative_tokens

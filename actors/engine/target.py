@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -28,6 +29,7 @@ from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.stats import EngineStats
 from paceline.actors.engine.target_handle import TargetStatus
 from paceline.actors.handles import RemoteMethod
+from paceline.actors.replay.deliveries import Deliveries
 from paceline.actors.replay.held_records import HeldRecords
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.replay.selection import RecordRateLimiter, is_scored
@@ -152,6 +154,12 @@ def replica_load(running: int, waiting: int, max_num_seqs: int) -> float:
     return occupied + waiting / max_num_seqs
 
 
+def _has_arrived(reference: Any) -> bool:
+    if not isinstance(reference, ray.ObjectRef):
+        return True
+    return bool(ray.wait([reference], timeout=0, fetch_local=False)[0])
+
+
 _HEARTBEATS_PER_TIMEOUT = 4
 _MAX_STALL = 3  # stall timeouts until the replica is replaced
 _HEARTBEAT = GenerationChunk(text="", token_ids=())
@@ -207,7 +215,8 @@ class TargetReplica:
         self._scored = (settings.sample_share, settings.held_out_fraction)
         self._record_limiter = RecordRateLimiter(settings.max_records_per_s, time.monotonic)
         self._held_records = HeldRecords()
-        self._sent: dict[str, Any] = {}  # reference of the latest record's arrival, by receiver
+        self._deliveries = Deliveries(_has_arrived)
+        self._not_sent: Counter[str] = Counter()  # records since the last one of a topic
         self._replica_id = _replica_id()
         self._stall_timeout_s = settings.stall_timeout_s
         self._streams: set[asyncio.Queue[GenerationChunk]] = set()
@@ -384,7 +393,7 @@ class TargetReplica:
 
     def _wait_for_arrivals(self, timeout_s: float) -> None:
         """Wait until what was handed over has arrived, or its receivers are dead."""
-        sent = [ref for ref in self._sent.copy().values() if isinstance(ref, ray.ObjectRef)]
+        sent = [ref for ref in self._deliveries.latest() if isinstance(ref, ray.ObjectRef)]
         if sent:
             ray.wait(sent, num_returns=len(sent), timeout=timeout_s, fetch_local=False)
 
@@ -415,13 +424,19 @@ class TargetReplica:
         shard = self._shards.get(record.topic)
         if shard is None:
             return
+        if not self._deliveries.accepts(record.topic):
+            self._not_sent[record.topic] += 1
+            return
         try:
             data = encode(record)
             left_out = self._record_limiter.take_dropped(record.topic)
             left_out += self._held_records.take_dropped(record.topic)
-            self._sent[record.topic] = shard.insert.remote(data, left_out)
-            if self._scorer is not None and is_scored(record, *self._scored):
-                self._sent[_SCORER] = self._scorer.offer.remote(data)
+            left_out += self._not_sent.pop(record.topic, 0)
+            self._deliveries.sent(record.topic, shard.insert.remote(data, left_out))
+            if self._scorer is None or not is_scored(record, *self._scored):
+                return
+            if self._deliveries.accepts(_SCORER):
+                self._deliveries.sent(_SCORER, self._scorer.offer.remote(data))
         except Exception:
             logger.warning("a record of %s was not inserted", record.topic, exc_info=True)
 

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,10 @@ class Journal:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._partial = self._path.with_name(f".{self._path.name}.partial")
         self._partial.unlink(missing_ok=True)  # of a rewrite that was killed
-        self._file = self._path.open("ab")
+        self._file = self._open()
+
+    def _open(self) -> FileIO:
+        return FileIO(self._path, "ab")
 
     @property
     def size(self) -> int:
@@ -62,9 +66,19 @@ class Journal:
                 yield data
 
     def append(self, data: bytes) -> None:
-        """Append a record."""
-        self._file.write(_HEADER.pack(len(data)) + data)
-        self._file.flush()
+        """Append a record, or nothing.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        size, left = self.size, memoryview(_HEADER.pack(len(data)) + data)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:  # a part of it would hide what is appended later
+            self._file.truncate(size)
+            self._file.seek(size)
+            raise
 
     def rewrite(self, records: Iterable[bytes]) -> None:
         """Replace the content atomically."""
@@ -73,7 +87,7 @@ class Journal:
                 file.write(_HEADER.pack(len(data)) + data)
         self._file.close()
         self._partial.replace(self._path)
-        self._file = self._path.open("ab")
+        self._file = self._open()
 
 
 class ReplayShard:

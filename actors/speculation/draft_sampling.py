@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,15 +27,17 @@ def draft_support(logits: Tensor, batch: SamplingBatch, size: int) -> tuple[Tens
 
     Returns:
         ids int64 ``[B, S]`` in descending order of probability, probabilities float32 ``[B, S]``
-        that sum to 1, and those of the same tokens at T = 1 without truncation. A greedy row takes
-        the first token, whatever its probability.
+        that sum to 1, and those of the same tokens at T = 1 without truncation, nan in rows that
+        have no distribution. A greedy row takes the first token, whatever its probability.
     """
     top, ids, total = top_logits(logits, size)
     probs = torch.softmax((top - top[:, :1]) / batch.temperature[:, None], dim=-1)
     if batch.any_filter:
         probs = probs * keep_mask(probs, batch.top_p, batch.top_k, batch.min_p)
         probs = probs / probs.sum(-1, keepdim=True)
-    return ids, probs, (top - total[:, None]).exp()
+    sure = (top - total[:, None]).exp()
+    # Beside an infinite logit the others' probabilities are 0, as if there were a distribution.
+    return ids, probs, sure.where(top[:, :1].isfinite(), math.nan)
 
 
 def pick_tokens(

@@ -330,8 +330,9 @@ class GoodputPolicy:
         return not self._target.measured_within(rows, 1, _PLAIN_EVERY)
 
     def expected_accepted(self, group: DraftGroup, tokens: int) -> float:
-        """Expected accepted tokens of a row that drafts so many."""
-        return self._estimate(group).expected_accepted()[tokens]
+        """Expected accepted tokens of a row that drafts so many; of more than k can be, as of k."""
+        accepted = self._estimate(group).expected_accepted()
+        return accepted[min(tokens, len(accepted) - 1)]
 
     def round_seconds(
         self, rows: int, tokens: int, drafting: Mapping[DraftGroup, int], k: int
@@ -342,11 +343,11 @@ class GoodputPolicy:
             rows: B.
             tokens: so many of each row; if it is ragged, of all rows that do not draft together.
             drafting: rows per group that draft ``k`` tokens.
-            k: their limit.
+            k: their limit; what is beyond the most that it can be costs nothing.
         """
         if not drafting:
             return self._target.seconds(rows, tokens + 1)
-        return self._drafting_round_s(k, drafting, rows, tokens)
+        return self._drafting_round_s(min(k, self._positions), drafting, rows, tokens)
 
     def observe_acceptance(
         self,

@@ -20,6 +20,7 @@ from ray.serve.exceptions import (
 
 from paceline.actors.engine.request import GenerationChunk, GenerationRequest, merge_chunks
 from paceline.actors.engine.target_handle import ChunkStream, StreamingTarget, TargetHandle
+from paceline.actors.handles import is_cancelled
 from paceline.deploy.api.failover import Failover, Failure, ResumableRequest
 from paceline.deploy.errors import ApiError, internal, overloaded
 
@@ -89,8 +90,7 @@ async def _next_chunk(response: ChunkStream, timeout_s: float) -> GenerationChun
         async with asyncio.timeout(timeout_s):
             chunk: GenerationChunk | None = await anext(response, None)
     except (asyncio.CancelledError, TaskCancelledError):
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if is_cancelled():
             raise
         logger.warning("a replica has cancelled a stream")
         return Failure.GONE

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
-from paceline.actors.handles import remote_method
+from paceline.actors.handles import is_cancelled, remote_method
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.key_scope import key_route
 from paceline.actors.router.policy import MinConfidence, Route, route
@@ -321,10 +321,11 @@ class RouteSelector:
                 probabilities = await self._router.classify.remote(text)
             if not all(map(math.isfinite, probabilities.values())):
                 raise ValueError(f"probabilities are not finite: {probabilities}")
-        except asyncio.CancelledError:
-            self._circuit.record_cancelled()
-            raise
-        except Exception as error:  # a router failure must not fail the request
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                self._circuit.record_cancelled()
+                raise
+            # A router failure must not fail the request.
             self.calls["late" if isinstance(error, TimeoutError) else "failed"] += 1
             if self._circuit.closed:
                 logger.warning("the router fails (%r), requests go to general meanwhile", error)

@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.actors.engine.detokenizer import IncrementalDetokenizer
-from paceline.actors.engine.request import GenerationRequest, with_stop_token_ids
+from paceline.actors.engine.request import (
+    GenerationRequest,
+    SamplingParams,
+    with_all_stop_token_ids,
+    with_stop_token_ids,
+)
 from paceline.actors.engine.sequence import Sequence
 
 EOS = frozenset({2})
@@ -103,3 +108,9 @@ def test_a_special_token_that_the_target_lacks_is_no_stop_token() -> None:
     found = with_stop_token_ids(asked, {1: "<s>", 2: "</s>", 300: "<s>", 7: "<x>"}, 300)
     assert found.sampling.stop_token_ids == (9, 1, 2)
     assert found.sampling.stop == asked.sampling.stop
+
+
+def test_an_end_of_text_that_the_target_has_no_logit_for_is_none() -> None:
+    asked = GenerationRequest("r", (1,), SamplingParams(8, stop_token_ids=(5,), min_tokens=2))
+    found = with_all_stop_token_ids(asked, frozenset({2, 300}), 300)
+    assert found.sampling.all_stop_token_ids == (2, 5)

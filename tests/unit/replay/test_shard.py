@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import resource
+import signal
 import threading
 import time
 from pathlib import Path
@@ -152,6 +154,24 @@ def test_retention_acts_on_insert_alone() -> None:
     assert table.insert(EncodedRecord("newer", 111.0, b"x"), "train", 111.0)
     assert [entry.request_id for entry in table.records()] == ["new", "newer"]
     assert not table.insert(EncodedRecord("late", 50.0, b"x"), "train", 111.0)
+
+
+def test_an_append_that_fails_hides_nothing_that_is_appended_later(tmp_path: Path) -> None:
+    journal, records = Journal(tmp_path / "sql.records"), [bytes([n]) * 50_000 for n in range(4)]
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    journal.append(records[0])
+    try:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the disk is full within the second one
+        resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, limits[1]))
+        with pytest.raises(OSError, match="too large"):
+            journal.append(records[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    for data in records[2:]:
+        journal.append(data)
+    assert list(journal.read()) == [records[0], *records[2:]]
+    assert journal.size == (tmp_path / "sql.records").stat().st_size
 
 
 def on_disk(folder: Path) -> set[str]:

@@ -48,6 +48,12 @@ def make_policy() -> GoodputPolicy:
     return GoodputPolicy(costs(target_s, (1, 2, 5, 9)), draft_costs(), MAX)
 
 
+def test_a_request_s_own_number_of_tokens_may_be_beyond_the_largest_k() -> None:
+    policy = make_policy()
+    assert policy.expected_accepted(A, 3 * MAX) == policy.expected_accepted(A, MAX)
+    assert policy.round_seconds(2, 1, {A: 1}, 3 * MAX) == policy.round_seconds(2, 1, {A: 1}, MAX)
+
+
 class World:
     """Rounds of a fixed batch; every drafted token of an expert is accepted alike.
 

@@ -69,6 +69,29 @@ def test_without_a_router_everything_is_general() -> None:
     assert asyncio.run(none.select("SELECT")) == GENERAL
 
 
+def test_a_router_that_cancels_a_call_fails_no_request_and_a_client_that_leaves_is_heard() -> None:
+    waiting = asyncio.Event()
+
+    async def cancels(_text: str) -> dict[str, float]:
+        if not waiting.is_set():  # what Serve makes of a call that the replica has cancelled
+            raise asyncio.CancelledError
+        await asyncio.sleep(10)
+        return {}
+
+    async def run() -> None:
+        selector = finder(cancels, [0.0])
+        assert await selector.select("SELECT") == GENERAL
+        assert selector.calls["failed"] == 1
+        waiting.set()
+        asked = asyncio.create_task(finder(cancels, [0.0]).select("SELECT"))
+        await asyncio.sleep(0.001)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    asyncio.run(run())
+
+
 def test_a_router_that_fails_is_left_alone_for_a_moment() -> None:
     asked = []
 

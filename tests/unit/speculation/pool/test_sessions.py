@@ -40,7 +40,8 @@ def test_a_session_is_opened_again_and_a_lost_connection_replaced(
 ) -> None:
     monkeypatch.setattr(sessions, "_FIRST_RETRY_S", 0.01)
     streams: list[Stream] = []
-    failures = [RuntimeError("no replica"), RuntimeError("no replica")]
+    # What Serve makes of a call that its replica has cancelled is a CancelledError.
+    failures: list[BaseException] = [RuntimeError("no replica"), asyncio.CancelledError()]
     with serving(("a",)) as servers:
         server = servers["a"]
         proposer = make_proposer(("a",))
