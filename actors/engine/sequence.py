@@ -307,19 +307,18 @@ class Sequence:
 
         None for initial weights, if several versions drafted, if the request has a number of
         tokens of its own but no rounds, and for an answer that another replica started. An
-        outcome without rounds means that the controller never drafted.
+        outcome without rounds means that the controller never drafted, or the draft never did.
         """
         if not self._uses_slot:
             return None
         expert = expert_of(self.draft)
         if self.failed_version is not None:
             return DraftOutcome(expert, self.failed_version, 0, 0, failed=True)
-        if self.request.output_token_ids:
+        if self.request.output_token_ids or len(self._versions) > 1:
             return None
-        if not self._versions and self.num_speculative_tokens is None:
-            return DraftOutcome(expert, self.weight_version, 0, 0)
-        if len(self._versions) != 1 or not self.num_spec_steps:
-            return None
+        if not self.num_spec_steps:
+            silent = self.num_speculative_tokens is None
+            return DraftOutcome(expert, self.weight_version, 0, 0) if silent else None
         accepted = self.num_spec_steps - self.histogram[0]
         return DraftOutcome(expert, self.weight_version, self.num_spec_steps, accepted)
 

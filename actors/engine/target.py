@@ -30,7 +30,7 @@ from paceline.actors.engine.stats import EngineStats
 from paceline.actors.engine.target_handle import TargetStatus
 from paceline.actors.handles import RemoteMethod
 from paceline.actors.replay.deliveries import Deliveries
-from paceline.actors.replay.held_records import HeldRecords
+from paceline.actors.replay.held_records import MAX_BYTES, HeldRecords
 from paceline.actors.replay.record import ReplayRecord, encode
 from paceline.actors.replay.selection import RecordRateLimiter, is_scored
 from paceline.actors.replay.shard import ShardHandle
@@ -215,7 +215,7 @@ class TargetReplica:
         self._scored = (settings.sample_share, settings.held_out_fraction)
         self._record_limiter = RecordRateLimiter(settings.max_records_per_s, time.monotonic)
         self._held_records = HeldRecords()
-        self._deliveries = Deliveries(_has_arrived)
+        self._deliveries = Deliveries(_has_arrived, MAX_BYTES)
         self._not_sent: Counter[str] = Counter()  # records since the last one of a topic
         self._replica_id = _replica_id()
         self._stall_timeout_s = settings.stall_timeout_s
@@ -432,11 +432,11 @@ class TargetReplica:
             left_out = self._record_limiter.take_dropped(record.topic)
             left_out += self._held_records.take_dropped(record.topic)
             left_out += self._not_sent.pop(record.topic, 0)
-            self._deliveries.sent(record.topic, shard.insert.remote(data, left_out))
+            self._deliveries.sent(record.topic, shard.insert.remote(data, left_out), len(data))
             if self._scorer is None or not is_scored(record, *self._scored):
                 return
             if self._deliveries.accepts(_SCORER):
-                self._deliveries.sent(_SCORER, self._scorer.offer.remote(data))
+                self._deliveries.sent(_SCORER, self._scorer.offer.remote(data), len(data))
         except Exception:
             logger.warning("a record of %s was not inserted", record.topic, exc_info=True)
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-_MOST = 16  # on their way to one receiver
+
+@dataclass(slots=True)
+class _UnderWay:
+    """References and sizes of what was sent to one receiver, and the latest reference."""
+
+    sent: deque[tuple[Any, int]] = field(default_factory=deque)
+    num_bytes: int = 0
+    latest: Any = None
 
 
 class Deliveries:
@@ -15,24 +23,31 @@ class Deliveries:
     One thread sends; :meth:`latest` may be called by others.
     """
 
-    def __init__(self, has_arrived: Callable[[Any], bool]) -> None:
-        """Start with nothing; ``has_arrived`` says it of a reference, also if its receiver died."""
+    def __init__(self, has_arrived: Callable[[Any], bool], most_bytes: int) -> None:
+        """Start with nothing.
+
+        Args:
+            has_arrived: of a reference, also if its receiver has died.
+            most_bytes: on their way to one receiver; the last one sent may exceed it.
+        """
         self._has_arrived = has_arrived
-        self._under_way: defaultdict[str, deque[Any]] = defaultdict(deque)
-        self._latest: dict[str, Any] = {}
+        self._most_bytes = most_bytes
+        self._receivers: dict[str, _UnderWay] = {}
 
     def accepts(self, receiver: str) -> bool:
-        """Whether a receiver may be sent another one."""
-        under_way = self._under_way[receiver]
-        while under_way and self._has_arrived(under_way[0]):
-            under_way.popleft()
-        return len(under_way) < _MOST
+        """Whether a receiver may be sent something."""
+        own = self._receivers.setdefault(receiver, _UnderWay())
+        while own.sent and self._has_arrived(own.sent[0][0]):
+            own.num_bytes -= own.sent.popleft()[1]
+        return own.num_bytes < self._most_bytes
 
-    def sent(self, receiver: str, reference: Any) -> None:
-        """Note the reference of an arrival."""
-        self._under_way[receiver].append(reference)
-        self._latest[receiver] = reference
+    def sent(self, receiver: str, reference: Any, num_bytes: int) -> None:
+        """Note what was sent after :meth:`accepts`, by the reference of its arrival."""
+        own = self._receivers[receiver]
+        own.sent.append((reference, num_bytes))
+        own.num_bytes += num_bytes
+        own.latest = reference
 
     def latest(self) -> list[Any]:
         """Reference of the latest arrival at each receiver; they arrive in order."""
-        return list(self._latest.copy().values())
+        return [own.latest for own in self._receivers.copy().values() if own.sent]

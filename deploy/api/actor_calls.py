@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from paceline.actors.handles import is_cancelled
 from paceline.deploy.errors import ApiError, overloaded
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,16 @@ async def call_with_timeout(call: Call[T], timeout_s: float) -> T:
 
     Raises:
         TimeoutError: it takes longer than ``timeout_s`` seconds.
+        ConnectionAbortedError: its receiver has cancelled it; of that Serve makes a CancelledError,
+            as if the caller were cancelled.
     """
-    async with asyncio.timeout(timeout_s):
-        return await call()
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await call()
+    except asyncio.CancelledError as error:
+        if is_cancelled():
+            raise
+        raise ConnectionAbortedError("the call was cancelled") from error
 
 
 async def call_or_none(call: Call[T] | None, timeout_s: float) -> T | None:

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -26,7 +27,7 @@ from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.key_scope import experts_for, key_of
 from paceline.actors.router.policy import GENERAL, MinConfidence, Route
 from paceline.cluster.learning_actors import LearningActors
-from paceline.deploy.api.actor_calls import call_or_none
+from paceline.deploy.api.actor_calls import call_or_none, call_with_timeout
 from paceline.deploy.api.admission import ConcurrencyLimiter, DrainState
 from paceline.deploy.api.auth import ApiKey, ApiKeyMiddleware
 from paceline.deploy.api.failover import Failover, FailoverPolicy
@@ -271,8 +272,8 @@ class Ingress:
         self._drain_state.check()
         for attempt in range(_HEALTH_ATTEMPTS):  # replica choice spreads attempts by number
             try:
-                async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-                    await self._target.status.remote(attempt=attempt)
+                call = partial(self._target.status.remote, attempt=attempt)
+                await call_with_timeout(call, _HEALTH_TIMEOUT_S)
             except Exception as error:
                 logger.warning("a replica of the target does not answer: %r", error)
             else:

@@ -9,9 +9,10 @@ import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
-from paceline.actors.handles import is_cancelled, remote_method
+from paceline.actors.handles import remote_method
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.key_scope import key_route
 from paceline.actors.router.policy import MinConfidence, Route, route
@@ -19,7 +20,7 @@ from paceline.actors.training.scorer import ScorerHandle
 from paceline.actors.weights.slots import in_canary
 from paceline.actors.weights.subscriber import RegistryHandle, RegistrySubscriber
 from paceline.actors.weights.topics import TopicsView
-from paceline.deploy.api.actor_calls import BackgroundPoller
+from paceline.deploy.api.actor_calls import BackgroundPoller, call_with_timeout
 
 if TYPE_CHECKING:  # imports torch: seconds
     from paceline.actors.router.router import TopicRouter
@@ -317,15 +318,14 @@ class RouteSelector:
             self.calls["skipped"] += 1
             return {}
         try:
-            async with asyncio.timeout(self._timeout_s):
-                probabilities = await self._router.classify.remote(text)
+            call = partial(self._router.classify.remote, text)
+            probabilities = await call_with_timeout(call, self._timeout_s)
             if not all(map(math.isfinite, probabilities.values())):
                 raise ValueError(f"probabilities are not finite: {probabilities}")
-        except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and is_cancelled():
-                self._circuit.record_cancelled()
-                raise
-            # A router failure must not fail the request.
+        except asyncio.CancelledError:
+            self._circuit.record_cancelled()
+            raise
+        except Exception as error:  # a router failure must not fail the request
             self.calls["late" if isinstance(error, TimeoutError) else "failed"] += 1
             if self._circuit.closed:
                 logger.warning("the router fails (%r), requests go to general meanwhile", error)

@@ -14,6 +14,8 @@ from slotted import IDS, INSIDE, OUTSIDE, SHARE, asked, outcomes, plain, state, 
 from paceline.actors.engine.request import SamplingParams
 from paceline.actors.engine.sampling import SamplingBatchCache
 from paceline.actors.engine.target import OutcomeReporter
+from paceline.actors.speculation.costs import DraftCosts, StepCosts
+from paceline.actors.speculation.goodput import GoodputPolicy
 from paceline.actors.speculation.pending_updates import RemoveCandidate, SwapWeights
 from paceline.actors.speculation.pool.drafter import Drafter
 from paceline.actors.speculation.pool.server import ExpertServer
@@ -117,6 +119,18 @@ def test_a_non_finite_candidate_costs_no_other_draft(
         assert stats.num_spec_steps > 0
         if not fields:
             assert tokens_of(outputs[name]) == plain(name)
+
+
+def test_stable_weights_that_never_draft_are_seen_beside_a_candidate() -> None:
+    """Else a trial of what would replace them would never end."""
+    rows = (1, len(IDS))
+    target = StepCosts({(r, t): 1.0 for r in rows for t in (1, 2, 4)})
+    policy = GoodputPolicy(target, DraftCosts({(r, e): 0.01 for r in rows for e in (1, 2)}), 3)
+    engine = two_slots(k=None, policy=policy, max_num_seqs=len(IDS))
+    engine.updates.put(SwapWeights("a", 8, state(1, float("nan"))))
+    found = outcomes(run(engine, [asked(name) for name in IDS], draft_failures=True))
+    assert {found[name] for name in OUTSIDE} == {DraftOutcome("a", 8, 0, 0)}
+    assert all(found[name].rounds > 0 for name in INSIDE)  # type: ignore[union-attr]
 
 
 def test_a_non_finite_draft_does_not_bias_sampled_text() -> None:
