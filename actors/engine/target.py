@@ -425,6 +425,8 @@ class TargetReplica:
         if shard is None:
             return
         if not self._deliveries.accepts(record.topic):
+            if not self._not_sent[record.topic]:
+                logger.warning("the shard of %s hangs, its records are lost", record.topic)
             self._not_sent[record.topic] += 1
             return
         try:

@@ -208,9 +208,11 @@ def test_a_purge_reaches_records_on_disk_of_topics_that_are_configured_no_more(
     assert world.post("replay/purge", {"topic": "cooking"}).status_code == 404
 
 
-def test_a_purge_needs_no_registry(target: TargetReplica, target_folder: Path) -> None:
+def test_a_purge_needs_no_registry(
+    target: TargetReplica, target_folder: Path, tmp_path: Path
+) -> None:
     settings = ReplaySettings(held_out_fraction=0.0)
-    host: Any = Remote(ShardHost(0, 1, TOPICS, settings, "", persist=False))
+    host: Any = Remote(ShardHost(0, 1, TOPICS, settings, str(tmp_path), persist=False))
     data = encode(make_record(request_id="cmpl-a", created=time.time()))
     asyncio.run(shard_of("sql", [host]).insert.remote(data))  # type: ignore[arg-type]
     actors = nothing_learns(shard_hosts=[host])
