@@ -10,7 +10,6 @@ At run time handles are Ray's: these classes are for annotations alone.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
@@ -31,12 +30,6 @@ class RemoteMethod(Protocol[P, T_co]):
 
     def remote(self, *arguments: P.args, **named: P.kwargs) -> Reference[T_co]:
         """Call the method; returns at once."""
-
-
-def is_cancelled() -> bool:
-    """Whether the running task is cancelled; if not, a CancelledError says that a call was."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 @overload

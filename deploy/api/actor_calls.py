@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paceline.actors.handles import is_cancelled
+from paceline.actors.cancellation import is_cancelled
 from paceline.deploy.errors import ApiError, overloaded
 
 logger = logging.getLogger(__name__)

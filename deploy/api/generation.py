@@ -18,9 +18,9 @@ from ray.serve.exceptions import (
     ReplicaUnavailableError,
 )
 
+from paceline.actors.cancellation import is_cancelled
 from paceline.actors.engine.request import GenerationChunk, GenerationRequest, merge_chunks
 from paceline.actors.engine.target_handle import ChunkStream, StreamingTarget, TargetHandle
-from paceline.actors.handles import is_cancelled
 from paceline.deploy.api.failover import Failover, Failure, ResumableRequest
 from paceline.deploy.errors import ApiError, internal, overloaded
 

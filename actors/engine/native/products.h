@@ -155,7 +155,7 @@ void store(const Product& p, int64_t row, int count, int64_t block,
       Vector sum = sums[r][i];
       if (bias != nullptr)
         for (int64_t lane = 0; lane < lanes; ++lane) sum[lane] += widen(bias[n + lane]);
-      if (lanes == kLanes) store(sum, kLanes, y);
+      if (lanes == kLanes) store(sum, kLanes, y);  // of a length that the compiler knows
       else store(sum, lanes, y);
     }
 }

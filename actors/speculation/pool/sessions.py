@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from paceline.actors.backoff import Backoff
-from paceline.actors.handles import is_cancelled
+from paceline.actors.cancellation import is_cancelled
 from paceline.actors.speculation.pool.connection import connect
 from paceline.actors.speculation.pool.messages import Session
 from paceline.actors.speculation.pool.proposer import PoolProposer
@@ -65,7 +65,7 @@ class SessionManager:
             try:
                 await self._run_session(expert, open_session(), backoff)
             except (Exception, asyncio.CancelledError) as error:
-                if isinstance(error, asyncio.CancelledError) and is_cancelled():
+                if is_cancelled():
                     raise
                 logger.info("no session with %s (%s), retrying", expert, type(error).__name__)
             await asyncio.sleep(backoff.fail())
