@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from paceline.actors.training.draft_maker import (
     measure_speed,
 )
 from paceline.actors.weights.checkpoint import ModelError
+from paceline.actors.weights.eagle import is_made_for, trunk_config
 from paceline.deploy.errors import ConfigError
 
 _MEASURED = 12  # held-out prompts
@@ -25,7 +25,7 @@ _MEASURED = 12  # held-out prompts
 _CARD = """# Draft of {target}
 
 An EAGLE draft of {parameters} million parameters in {layers} layer(s), over the target's own
-embedding and head, which it shares. Made by
+embedding and head, which it shares. It {start}. Made by
 
     paceline draft make --target {target} --minutes {minutes:g} --seed {seed}
 
@@ -35,6 +35,7 @@ steps of 8 answers.
 | on {held_out} held-out answers | |
 |---|---|
 | first, second, third drafted token is the target's most probable one | {acceptance} |
+| the same before the first step | {before} |
 | tokens per round, one greedy request, k = {k} | {length:.2f} |
 | its speed over plain decoding | {measured:.2f} (predicted {predicted:.2f}) |
 
@@ -42,25 +43,32 @@ The speed is of the machine that made it, on {threads} threads.
 """
 
 
-def make(target: str, folder: Path, out: Path, minutes: float, seed: int, layers: int) -> str:
+def start_of(learnt: Path | None, target: Path, layers: int) -> Path | None:
+    """The draft to go on from: one that has learnt, if it is this target's and of this size.
+
+    Args:
+        learnt: its folder.
+        target: its folder.
+        layers: that the draft is to have.
+    """
+    if learnt is None or not is_made_for(learnt, target):
+        return None
+    return learnt if trunk_config(learnt).num_hidden_layers == layers else None
+
+
+def make(target: str, settings: MakerSettings) -> str:
     """Make a draft and write its card; returns the card.
 
     An interrupted run goes on where it was.
 
     Args:
         target: as the user named it.
-        folder: of the target.
-        out: of the draft.
-        minutes: of generation and training.
-        seed: of prompts, answers and order.
-        layers: of the draft.
+        settings: see MakerSettings.
 
     Raises:
         ConfigError: no draft can be made for this target.
     """
     prepare_environment()
-    threads = os.cpu_count() or 1
-    settings = MakerSettings(str(folder), out, minutes * 60.0, seed, threads, layers)
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task("loading the target", total=settings.seconds)
 
@@ -80,12 +88,12 @@ def make(target: str, folder: Path, out: Path, minutes: float, seed: int, layers
     held_out = maker.held_out()
     if not held_out:
         raise ConfigError("--minutes: no answer is held out yet; run it again with more")
-    acceptance = maker.step_acceptance(held_out)
+    acceptance, before = maker.step_acceptance(held_out)
     prompts = [tuple(record.prompt_token_ids.tolist()) for record in held_out[:_MEASURED]]
     speed = measure_speed(settings, acceptance, prompts, time.perf_counter)
-    text = card(target, settings, maker, acceptance, speed)
-    (out / "README.md").write_text(text, encoding="utf-8")
-    shutil.rmtree(out / "making")
+    text = card(target, settings, maker, acceptance, before, speed)
+    (settings.out / "README.md").write_text(text, encoding="utf-8")
+    shutil.rmtree(settings.out / "making")
     return text
 
 
@@ -94,6 +102,7 @@ def card(
     settings: MakerSettings,
     maker: DraftMaker,
     acceptance: list[float],
+    before: list[float],
     speed: Speed,
 ) -> str:
     """The draft's card."""
@@ -107,10 +116,18 @@ def card(
         records=now.records,
         steps=now.steps,
         held_out=len(maker.held_out()),
-        acceptance=", ".join(f"{value:.3f}" for value in acceptance),
+        acceptance=_listed(acceptance),
+        before=_listed(before),
+        start="went on from a draft that had learnt before"
+        if settings.start
+        else "started from the target's first layers",
         k=speed.k,
         measured=speed.measured,
         predicted=speed.predicted,
         length=speed.mean_acceptance_length,
         threads=settings.num_threads,
     )
+
+
+def _listed(shares: list[float]) -> str:
+    return ", ".join(f"{share:.3f}" for share in shares)

@@ -215,13 +215,21 @@ def draft_make(
     seed: Annotated[int, typer.Option(help="Of prompts, answers and order")] = 0,
     layers: Annotated[int, typer.Option(min=1, help="Of the draft")] = 1,
 ) -> int:
-    """Make a draft from a target and nothing else; an interrupted run goes on."""
+    """Make a draft from a target and nothing else, or go on with the one there is.
+
+    An interrupted run goes on where it was.
+    """
+    from paceline.actors.training.draft_maker import MakerSettings
     from paceline.deploy import model_store
-    from paceline.deploy.draft_making import make
+    from paceline.deploy.draft_making import make, start_of
 
     folder = model_store.fetch(target, _print, target)
-    out = out or _load(None, {"target.path": target}).made_draft
-    _print(make(target, folder, out, minutes, seed, layers))
+    config = _load(None, {"target.path": target})
+    out = out or config.made_draft
+    start = start_of(config.learnt_draft, folder, layers)
+    threads = os.cpu_count() or 1
+    settings = MakerSettings(str(folder), out, minutes * 60.0, seed, threads, layers, start)
+    _print(make(target, settings))
     _print(f"Draft in {out}")
     return 0
 

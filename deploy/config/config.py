@@ -145,14 +145,20 @@ class PacelineConfig(Section):
 
     @property
     def auto_draft(self) -> Path:
-        """Folder of ``drafts.general: auto``: made here, else shipped, else untrained."""
+        """Folder of ``drafts.general: auto``: of the learnt draft, else of an untrained one."""
+        untrained = self.made_draft.with_name(f"{self.made_draft.name}-untrained")
+        return self.learnt_draft or untrained
+
+    @property
+    def learnt_draft(self) -> Path | None:
+        """Folder of the target's draft that was made here, else shipped; None if there is none."""
         if (self.made_draft / "config.json").is_file():
             return self.made_draft
         for name in model_store.PACKAGED:
             shipped = MODELS_DIR / f"draft-{name}"
             if shipped.is_dir() and model_store.locate(name) == self.target_path:
                 return shipped
-        return self.made_draft.with_name(f"{self.made_draft.name}-untrained")
+        return None
 
     @property
     def made_draft(self) -> Path:

@@ -82,12 +82,29 @@ def test_a_draft_is_made_resumed_and_learns(tmp_path: Path) -> None:
     learnt = maker._usable(made.config.vocab_size)
     linear, first = (step_agreement(d, learnt, max_length=512)[0] for d in (started, plain))
     assert linear > first + 0.1
+    assert maker.step_acceptance(held_out)[0] == pytest.approx(after, abs=0.02)  # not rounded
     prompts = [tuple(record.prompt_token_ids.tolist()) for record in held_out[:2]]
     speed = measure_speed(further, after, prompts, ticks())
     assert 1 <= speed.k <= 8
     assert speed.mean_acceptance_length > 1.0
     assert speed.predicted > 0.0
     assert speed.measured > 0.0
+
+
+@pytest.mark.usefixtures("small")
+def test_a_draft_that_has_learnt_goes_on_from_what_it_knows(tmp_path: Path) -> None:
+    start, out = tmp_path / "first", tmp_path / "further"
+    DraftMaker(MakerSettings(str(TARGET), start, 24.0, seed=3), ticks()).run()
+    maker = DraftMaker(MakerSettings(str(TARGET), out, 12.0, seed=4, start=start), ticks())
+    maker.run()
+    known = load_draft(start, TARGET, torch.float32, torch.device("cpu")).eval()
+    learnt = load_draft(out, TARGET, torch.float32, torch.device("cpu"))
+    assert learnt.get_buffer(VOCABULARY).equal(known.get_buffer(VOCABULARY))
+    assert not learnt.fuse.weight.equal(known.fuse.weight)
+    held_out = maker.held_out()
+    after, before = maker.step_acceptance(held_out)
+    assert before == pytest.approx(step_agreement(known, held_out, max_length=512), abs=0.03)
+    assert sum(after) > sum(before) - 0.05
 
 
 @pytest.mark.usefixtures("small")
