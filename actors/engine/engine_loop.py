@@ -27,6 +27,7 @@ from paceline.actors.engine.request import (
 from paceline.actors.engine.stats import EngineStats, RequestStats
 from paceline.actors.replay.held_records import HeldRecords
 from paceline.actors.replay.record import ReplayRecord
+from paceline.actors.replay.selection import LeftOut
 from paceline.actors.speculation.pending_updates import Update
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 
@@ -163,7 +164,7 @@ class EngineLoop:
         self._on_record = on_record
         self._on_load = on_load
         self._on_outcome = on_outcome
-        self._held_records = HeldRecords() if held_records is None else held_records
+        self._held_records = HeldRecords(LeftOut()) if held_records is None else held_records
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams = StreamBatcher(chunks_per_s, time.monotonic, self._abort)
         self._background: set[str] = set()  # run ids; only while no others run

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -32,7 +31,7 @@ from paceline.actors.handles import RemoteMethod
 from paceline.actors.replay.deliveries import Deliveries
 from paceline.actors.replay.held_records import MAX_BYTES, HeldRecords
 from paceline.actors.replay.record import ReplayRecord, encode
-from paceline.actors.replay.selection import RecordRateLimiter, is_scored
+from paceline.actors.replay.selection import LeftOut, RecordRateLimiter, is_scored
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.speculation.pending_updates import (
     AddExpert,
@@ -214,9 +213,10 @@ class TargetReplica:
         self._settings = settings
         self._scored = (settings.sample_share, settings.held_out_fraction)
         self._record_limiter = RecordRateLimiter(settings.max_records_per_s, time.monotonic)
-        self._held_records = HeldRecords()
+        self._left_out = LeftOut()
+        self._held_records = HeldRecords(self._left_out)
         self._deliveries = Deliveries(_has_arrived, MAX_BYTES)
-        self._not_sent: Counter[str] = Counter()  # records since the last one of a topic
+        self._hanging: set[str] = set()  # topics whose shards take nothing
         self._replica_id = _replica_id()
         self._stall_timeout_s = settings.stall_timeout_s
         self._streams: set[asyncio.Queue[GenerationChunk]] = set()
@@ -418,6 +418,8 @@ class TargetReplica:
         """Drop the record of a request that nothing takes, or whose topic is over the limit."""
         limited = request.has_record and not request.background
         taken = not limited or self._record_limiter.acquire(request.topic)
+        if not taken:
+            self._left_out.add(request.topic)
         return request if self._shards and taken else replace(request, recorded=False)
 
     def _insert_record(self, record: ReplayRecord) -> None:
@@ -425,15 +427,15 @@ class TargetReplica:
         if shard is None:
             return
         if not self._deliveries.accepts(record.topic):
-            if not self._not_sent[record.topic]:
+            if record.topic not in self._hanging:
                 logger.warning("the shard of %s hangs, its records are lost", record.topic)
-            self._not_sent[record.topic] += 1
+            self._hanging.add(record.topic)
+            self._left_out.add(record.topic)
             return
+        self._hanging.discard(record.topic)
         try:
             data = encode(record)
-            left_out = self._record_limiter.take_dropped(record.topic)
-            left_out += self._held_records.take_dropped(record.topic)
-            left_out += self._not_sent.pop(record.topic, 0)
+            left_out = self._left_out.take(record.topic)
             self._deliveries.sent(record.topic, shard.insert.remote(data, left_out), len(data))
             if self._scorer is None or not is_scored(record, *self._scored):
                 return

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from paceline.actors.replay.record import ReplayRecord, belongs
+from paceline.actors.replay.selection import LeftOut
 
 MAX_BYTES = 64 * 2**20
 _IDLE_S = 0.05  # the next request of a client that waits for its answers comes sooner
@@ -25,12 +26,16 @@ class HeldRecords:
     record, so that rare topics keep theirs. Thread-safe; times are monotonic seconds.
     """
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        """Start empty; ``max_bytes`` bounds the arrays of all records together."""
-        self._max_bytes = max_bytes
+    def __init__(self, left_out: LeftOut, max_bytes: int = MAX_BYTES) -> None:
+        """Start empty.
+
+        Args:
+            left_out: counts the records that do not fit.
+            max_bytes: of the arrays of all records together.
+        """
+        self._left_out, self._max_bytes = left_out, max_bytes
         self._records: deque[ReplayRecord] = deque()
         self._bytes: Counter[str] = Counter()  # by topic
-        self._dropped: Counter[str] = Counter()  # by topic, since they were asked for
         self._busy_at = self._at = float("-inf")
         self._lock = threading.RLock()
 
@@ -55,12 +60,7 @@ class HeldRecords:
                 most = max(self._bytes.values())
                 oldest = next(own for own in self._records if self._bytes[own.topic] == most)
                 self._take(oldest)
-                self._dropped[oldest.topic] += 1
-
-    def take_dropped(self, topic: str) -> int:
-        """Records of a topic that did not fit since the last call."""
-        with self._lock:
-            return self._dropped.pop(topic, 0)
+                self._left_out.add(oldest.topic)
 
     def due_in_s(self, now: float, *, busy: bool) -> float:
         """Seconds until the oldest record may leave, at least 0; call it after every round.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections import Counter
 from collections.abc import Callable
 
 from paceline.actors.replay.record import ReplayRecord, is_held_out, is_synthetic
@@ -15,8 +17,7 @@ class RecordRateLimiter:
 
     Recording costs a twelfth of a saturated engine's time, and a trainer uses a few records per
     second at most. The choice depends on arrival times alone. A request that fails after
-    :meth:`acquire` leaves no record but uses its token. One thread may call :meth:`acquire` and
-    another one :meth:`take_dropped`.
+    :meth:`acquire` leaves no record but uses its token.
     """
 
     def __init__(self, per_s: float | None, clock: Callable[[], float]) -> None:
@@ -35,8 +36,6 @@ class RecordRateLimiter:
         self._capacity = max(1.0, _BURST_S * (per_s or 0.0))
         self._clock = clock
         self._buckets: dict[str, tuple[float, float]] = {}  # by topic: tokens, at seconds
-        self._dropped: dict[str, int] = {}  # since the start; written by acquire alone
-        self._taken: dict[str, int] = {}  # of these; written by take_dropped alone
 
     def acquire(self, topic: str) -> bool:
         """Whether a request of this topic may be recorded now; uses a token if so."""
@@ -47,15 +46,29 @@ class RecordRateLimiter:
         tokens = min(self._capacity, tokens + self._per_s * max(now - at, 0.0))
         allowed = tokens >= 1.0
         self._buckets[topic] = (tokens - allowed, now)
-        if not allowed:
-            self._dropped[topic] = self._dropped.get(topic, 0) + 1
         return allowed
 
-    def take_dropped(self, topic: str) -> int:
-        """Requests of a topic that were not recorded since the last call, to count its traffic."""
-        total, taken = self._dropped.get(topic, 0), self._taken.get(topic, 0)
-        self._taken[topic] = total
-        return total - taken
+
+class LeftOut:
+    """Requests that left no record since their topic's last one, to count its traffic.
+
+    Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add(self, topic: str) -> None:
+        """Count one."""
+        with self._lock:
+            self._counts[topic] += 1
+
+    def take(self, topic: str) -> int:
+        """Their number; from now on there are none."""
+        with self._lock:
+            return self._counts.pop(topic, 0)
 
 
 _PURPOSE = b"scored"  # makes the choice independent of others by request_id

@@ -21,6 +21,7 @@ from paceline.actors.engine.target import TargetReplica
 from paceline.actors.replay import held_records
 from paceline.actors.replay.held_records import HeldRecords
 from paceline.actors.replay.record import ReplayRecord, decode
+from paceline.actors.replay.selection import LeftOut
 
 NEVER = 3600.0
 
@@ -36,7 +37,7 @@ class World:
     """An engine with its held records, and what it has handed over."""
 
     def __init__(self) -> None:
-        self.held, self.sent = HeldRecords(), list[ReplayRecord]()
+        self.held, self.sent = HeldRecords(LeftOut()), list[ReplayRecord]()
         self.loop = EngineLoop(
             make_engine(), num_threads=1, on_record=self.sent.append, held_records=self.held
         )
