@@ -50,7 +50,7 @@ from paceline.actors.weights.eagle import (
     save_draft,
 )
 
-_PROMPTS = 96  # of a turn of generation
+_PROMPTS = 192  # of a turn of generation
 _STEPS = 24  # of a turn of training
 _BASIS_BATCHES = 64  # whose states give the basis
 _MICRO_BATCH = 8  # records
@@ -62,8 +62,8 @@ _CONTEXT = 512
 _SEQUENCES = 48
 _TEMPERATURE = 0.8  # of every other answer; the others are greedy
 # Of learning: at its highest, that of a draft that has learnt before, and the share at the end.
-_RATE, _FURTHER_RATE, _LEAST_RATE = 1.5e-3, 7.5e-4, 0.05
-# A draft first learns the first token, from a part of the vocabulary: the steps are seven times
+_RATE, _FURTHER_RATE, _LEAST_RATE = 1.5e-3, 6e-4, 0.05
+# A new draft first learns the first token, from a part of the vocabulary: the steps are seven times
 # as fast. What it does when it serves comes after.
 _ROUGH, _PARTIAL = 0.6, 0.95  # shares of the time that end the two
 _TOKENS = 2560
@@ -200,7 +200,7 @@ class DraftMaker:
         generated = self._elapsed * _GENERATING
         since = saved = self._clock()
         while self._elapsed < self._settings.seconds:
-            if len(self._records) < _FIRST_RECORDS or generated < _GENERATING * self._elapsed:
+            if self._needs_answers(generated):
                 self._generate()
                 generated += self._clock() - since
             else:
@@ -254,6 +254,14 @@ class DraftMaker:
             for state in (self._distiller.state_dict(), None)
         )
         return now, before
+
+    def _needs_answers(self, generated: float) -> bool:
+        """Whether answers come next, after so many seconds of them.
+
+        What a draft has learnt before it forgets on few answers, so all are made first.
+        """
+        until = self._settings.seconds if self._settings.start else self._elapsed
+        return len(self._records) < _FIRST_RECORDS or generated < _GENERATING * until
 
     def _generate(self) -> None:
         """Have prompts made up and answered."""
@@ -342,7 +350,8 @@ class DraftMaker:
         """What the objective computes in a part of the time."""
         if part >= _PARTIAL:
             return FULL
-        return Effort(1 if part < _ROUGH else STEPS, _TOKENS, self._rng)
+        rough = part < _ROUGH and self._settings.start is None
+        return Effort(1 if rough else STEPS, _TOKENS, self._rng)
 
     def _train(self) -> None:
         if self._distiller is None:
