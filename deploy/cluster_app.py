@@ -54,6 +54,7 @@ def build(config: PacelineConfig) -> serve.Application:
         config = with_draft(config, config.target_path, logger.info)
     check_keys(config)
     check_models_fit(config)
+    learning.remove_stray_records(config)
     actors = learning.named_actors(config)
     keyed = bool(api_keys(config.auth, os.environ))
     supervisor = serve.deployment(

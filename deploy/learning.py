@@ -73,10 +73,21 @@ _YIELD_S, _YIELD_ON_CPU_S = 2.0, 60.0
 
 def start_actors(config: PacelineConfig) -> LearningActors:
     """Start all but the trainers under their names; Ray restarts those that die."""
-    if not shard_hosts(config):
-        remove_records(config.state_path / _REPLAY_FOLDER)
+    remove_stray_records(config)
     actors = {name: start() for name, start in factories(config).items()}
     return _find(config, actors.__getitem__)
+
+
+def remove_stray_records(config: PacelineConfig) -> None:
+    """Remove records on disk that no shard would let expire, or purge.
+
+    Those of the other ``replay.scope``, and all if there are no shards.
+    """
+    folders = [config.other_state_path]
+    if not shard_hosts(config):
+        folders.append(config.state_path)
+    for folder in folders:
+        remove_records(folder / _REPLAY_FOLDER)
 
 
 def named_actors(config: PacelineConfig) -> LearningActors:

@@ -25,7 +25,7 @@ def remove_records(folder: Path) -> None:
     """Remove what shards have kept in a folder: nothing would let it expire, or purge it."""
     for pattern in (f"*{FILE_SUFFIX}", f".*{FILE_SUFFIX}.partial"):
         for file in folder.glob(pattern):
-            logger.warning("%s is removed: records are not kept on disk any more", file)
+            logger.warning("%s is removed: the configuration keeps no such records", file)
             try:
                 file.unlink(missing_ok=True)
             except OSError:

@@ -188,6 +188,12 @@ class PacelineConfig(Section):
             folder = Path(home).expanduser() / "paceline"
         return folder / _BY_KEY if self.replay.scope == "key" else folder
 
+    @property
+    def other_state_path(self) -> Path:
+        """Folder of the state of the other ``replay.scope``."""
+        own = self.state_path
+        return own.parent if self.replay.scope == "key" else own / _BY_KEY
+
     def with_topics(self, names: Iterable[str]) -> Self:
         """The configuration with further topics, whose experts start from ``general``'s folder."""
         new = tuple(name for name in names if name not in self.drafts.experts)

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from paceline.deploy.cluster_app import build, for_cluster
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.learning_settings import occupied_above
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.learning import factories, named_actors
+from paceline.deploy.learning import factories, named_actors, remove_stray_records
 
 STORAGE = SMALL_MODELS | {"weights.storage": "/srv/somewhere"}
 
@@ -95,6 +96,27 @@ def test_on_a_cluster_experts_listen_on_tcp_and_gpus_are_named() -> None:
 def test_the_storage_takes_the_place_of_the_state_folder() -> None:
     both = load_config(None, STORAGE | {"state_dir": "/else"})
     assert str(both.state_path) == STORAGE["weights.storage"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "gone"),
+    [
+        ({}, {"by-key/replay/acme.sql.records"}),
+        ({"drafts.general": "none"}, {"by-key/replay/acme.sql.records", "replay/sql.records"}),
+        ({"replay.scope": "key"}, {"replay/sql.records"}),
+    ],
+)
+def test_records_that_no_shard_would_let_expire_are_removed(
+    changes: dict[str, str], gone: set[str], tmp_path: Path
+) -> None:
+    keys = {"acme": {"sha256": "0" * 64}}
+    own = {"weights.storage": str(tmp_path), "replay.persist": True, "auth.keys": keys}
+    kept = {"by-key/replay/acme.sql.records", "replay/sql.records", "weights/decisions.jsonl"}
+    for name in kept:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    remove_stray_records(load_config(None, SMALL_MODELS | own | changes))
+    assert {name for name in kept if not (tmp_path / name).exists()} == gone
 
 
 @pytest.mark.parametrize("router", ["ingress", "deployment"])

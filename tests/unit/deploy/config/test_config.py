@@ -62,7 +62,12 @@ def test_with_a_scope_by_key_every_key_has_every_expert_and_state_of_its_own(
         "beta.sql": Path("/s"),
     }
     assert config.state_path == Path("/else/by-key")  # what others taught is not taken over
-    assert load_config(file, {"replay.scope": "all"}).experts == ("general", "sql")
+    shared = load_config(file, {"replay.scope": "all"})
+    assert shared.experts == ("general", "sql")
+    assert (config.other_state_path, shared.other_state_path) == (
+        shared.state_path,
+        config.state_path,
+    )
 
 
 @pytest.mark.parametrize(
