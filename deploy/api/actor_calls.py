@@ -127,8 +127,7 @@ class BackgroundPoller:
     async def poll_once(self) -> None:
         """Poll now; a failure is logged."""
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._poll()
+            await call_with_timeout(self._poll, self._timeout_s)
         except Exception as error:
             logger.info("polling the %s failed (%r), the last state is kept", self._name, error)
 

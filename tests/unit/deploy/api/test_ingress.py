@@ -17,6 +17,7 @@ from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.engine.target import TargetReplica
 from paceline.deploy.api import ingress, request_parser
+from paceline.deploy.api.actor_calls import BackgroundPoller
 from paceline.deploy.api.streaming import deadline_scope, with_deadline
 
 LONG = {"model": "m", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
@@ -155,6 +156,42 @@ def test_health_is_that_of_any_replica(
     hung = Hung(99)
     assert asyncio.run(ask(hung)) == 503
     assert hung.attempts == [0, 1, 2]
+
+
+def test_a_replica_that_cancels_the_call_is_one_that_does_not_answer(
+    target: TargetReplica, target_folder: Path
+) -> None:
+    class Stopping:
+        def __init__(self, times: int) -> None:
+            self.times, self.generate = times, target.generate
+
+        async def status(self, attempt: int = 0) -> dict[str, Any]:
+            if attempt < self.times:
+                raise asyncio.CancelledError  # what Serve makes of it
+            return {}
+
+    async def ask(times: int) -> int:
+        async with ingress_client(Stopping(times), target_folder) as http:
+            return (await http.get("/health")).status_code
+
+    assert [asyncio.run(ask(times)) for times in (1, 99)] == [200, 503]
+
+
+def test_a_cancelled_poll_is_a_failed_one() -> None:
+    polls = list[int]()
+
+    async def poll() -> None:
+        polls.append(len(polls))
+        if len(polls) == 1:
+            raise asyncio.CancelledError
+
+    async def run() -> None:
+        poller = BackgroundPoller(poll, timeout_s=1.0, interval_s=0.0, name="actors")
+        poller.ensure_started()
+        while len(polls) < 3:
+            await asyncio.sleep(0.0)
+
+    asyncio.run(asyncio.wait_for(run(), 5.0))
 
 
 def test_a_request_is_announced_to_the_scheduler_before_the_target_has_it(
