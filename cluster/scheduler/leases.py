@@ -108,6 +108,7 @@ class SchedulerStatus:
         replicas: target replicas that report.
         replicas_pending: replicas of Serve that wait for resources.
         trainers_preempted: trainers that were ended for these and not started again.
+        trainers_wanted: trainers that the supervisor has to keep running, preempted ones too.
         leases: of the running trainers.
         permits_requested: by trainers, scorer and prompt generator.
         permits_granted: of these.
@@ -129,6 +130,7 @@ class SchedulerStatus:
     replicas: int
     replicas_pending: int
     trainers_preempted: tuple[str, ...]
+    trainers_wanted: int
     leases: tuple[LeaseStatus, ...]
     permits_requested: int
     permits_granted: int

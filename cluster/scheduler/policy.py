@@ -383,6 +383,7 @@ class SchedulerPolicy:
             replicas=idle.replicas,
             replicas_pending=preemption.pending(now),
             trainers_preempted=tuple(sorted(preemption.preempted)),
+            trainers_wanted=preemption.trainers,
             leases=tuple(trainer.status(now) for trainer in self._trainers.values()),
             permits_requested=stats.permits_requested,
             permits_granted=stats.permits_granted,

@@ -113,6 +113,11 @@ class PreemptionTracker:
         self._booked = {name: dict(amounts) for name, amounts in booked.items()}
         self.preempted = set(preempted)
 
+    @property
+    def trainers(self) -> int:
+        """Trainers that are to run, ended ones too."""
+        return len(self._booked)
+
     def report(
         self, demands: Iterable[ReplicaDemand], free: Mapping[str, Amounts] | None, now: float
     ) -> None:

@@ -295,6 +295,7 @@ METRICS: tuple[Metric, ...] = (
         "Pending replicas of Serve that fit if trainers are preempted",
     ),
     _gauge(SCHEDULER, "trainers_preempted", "Trainers that were stopped for a replica"),
+    _gauge(SCHEDULER, "trainers_wanted", "Trainers that are to run, stopped ones too"),
     _gauge(
         SCHEDULER,
         "training_leases",

@@ -267,6 +267,7 @@ def scheduler_samples(status: SchedulerStatus, yields: Iterable[float]) -> Itera
     yield Sample("serving_replicas", status.replicas)
     yield Sample("serving_replicas_pending", status.replicas_pending)
     yield Sample("trainers_preempted", len(status.trainers_preempted))
+    yield Sample("trainers_wanted", status.trainers_wanted)
     states = [lease.state for lease in status.leases]
     for state, label in LEASE_STATES.items():
         yield Sample("training_leases", states.count(state), (label,))

@@ -109,6 +109,7 @@ def test_pause_wins_over_idleness() -> None:
         replicas=0,
         replicas_pending=0,
         trainers_preempted=(),
+        trainers_wanted=0,
         leases=(),
         permits_requested=2,
         permits_granted=1,

@@ -24,8 +24,10 @@ FULL, ROOM = (
     'replay_capacity_bytes{topic="sql",split="train"}',
 )
 OK, FAILED = 'requests_total{outcome="ok"}', 'requests_total{outcome="failed"}'
+OVERLOADED = 'requests_total{outcome="overloaded"}'
 ROLLED_BACK = 'weight_updates_total{draft="sql",outcome="rolled_back"}'
 TRAINER, PREEMPTED = 'trainer_state{state="training"}', "trainers_preempted"
+WANTED = "trainers_wanted"
 CONNECTED = 'expert_connected{draft="sql"}'
 DRAFT_FAILURES = 'draft_failures_total{replica="r"}'
 WELL: Series = {
@@ -44,6 +46,7 @@ WELL: Series = {
     "trainer_failures_total": "0x240",
     TRAINER: "1x240",
     PREEMPTED: "0x240",
+    WANTED: "1x240",
     "replay_inserted_total": "0+90x240",
     CONNECTED: "1x240",
     DRAFT_FAILURES: "0x240",
@@ -51,6 +54,7 @@ WELL: Series = {
     "num_requests_running": "4x240",
     OK: "0+100x240",
     FAILED: "0x240",
+    OVERLOADED: "0+10x240",
 }
 SICK: dict[str, Series] = {
     "PacelineAcceptanceCollapse": {FIRST: "0+480x120 57660+60x120"},
@@ -59,11 +63,12 @@ SICK: dict[str, Series] = {
     "PacelineReplayShardFull": {FULL: "99x240"},
     "PacelineTrainerStarving": {PERMITTED: "0x240"},
     "PacelineTrainerFailing": {"trainer_failures_total": "0x120 1+1x120"},
-    "PacelineTrainerGone": {TRAINER: "1x130"},
+    "PacelineTrainerGone": {TRAINER: "1x30"},
     "PacelineExpertAway": {CONNECTED: "1x120 0x120"},
     "PacelineDraftFailures": {DRAFT_FAILURES: "0x120 1+1x120"},
     "PacelineTargetQueue": {"num_requests_waiting": "3x240"},
     "PacelineRequestsFail": {FAILED: "0x120 5+5x120"},
+    "PacelineRequestsRefused": {OK: "0+100x120 12000x120", OVERLOADED: "0x120 100+100x120"},
 }
 # No alert may fire.
 FINE: dict[str, Series] = {
@@ -71,7 +76,13 @@ FINE: dict[str, Series] = {
     "no traffic": dict.fromkeys(WELL, "0x240")
     | {ROOM: "100x240", PERMITTED: "1x240", CONNECTED: "1x240"},
     "training is off beside a busy target": {PERMITTED: "0x240", REQUESTED: "0x240"},
-    "training was never on": {TRAINER: "_x240", PERMITTED: "_x240", REQUESTED: "_x240"},
+    "training was never on": {
+        TRAINER: "_x240",
+        WANTED: "0x240",
+        PERMITTED: "_x240",
+        REQUESTED: "_x240",
+    },
+    "training is switched off by a restart": {TRAINER: "1x145", WANTED: "1x145 0x95"},
     "the trainer made room for a replica": {TRAINER: "1x130", PREEMPTED: "0x130 1x110"},
     "a trainer that starts again": {TRAINER: "1x144 _x3 1x93"},
     "the server was stopped": dict.fromkeys(WELL, "_x240") | {TRAINER: "1x130"},
