@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from paceline.actors.engine.compatibility import read_config
 from paceline.actors.training.deepspeed_setup import prepare_environment
 from paceline.actors.training.draft_maker import (
     DraftMaker,
@@ -17,7 +18,8 @@ from paceline.actors.training.draft_maker import (
     measure_speed,
 )
 from paceline.actors.weights.checkpoint import ModelError
-from paceline.actors.weights.eagle import is_made_for, trunk_config
+from paceline.actors.weights.eagle import is_eagle, is_made_for, trunk_config
+from paceline.actors.weights.state_folder import StateFolderLockedError
 from paceline.deploy.errors import ConfigError
 
 _MEASURED = 12  # held-out prompts
@@ -50,10 +52,17 @@ def start_of(learnt: Path | None, target: Path, layers: int) -> Path | None:
         learnt: its folder.
         target: its folder.
         layers: that the draft is to have.
+
+    Raises:
+        ConfigError: one of them cannot be read.
     """
-    if learnt is None or not is_made_for(learnt, target):
-        return None
-    return learnt if trunk_config(learnt).num_hidden_layers == layers else None
+    try:
+        read_config(target, "--target")
+        if learnt is None or not is_made_for(learnt, target):
+            return None
+        return learnt if trunk_config(learnt).num_hidden_layers == layers else None
+    except (ModelError, OSError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def make(target: str, settings: MakerSettings) -> str:
@@ -66,8 +75,11 @@ def make(target: str, settings: MakerSettings) -> str:
         settings: see MakerSettings.
 
     Raises:
-        ConfigError: no draft can be made for this target.
+        ConfigError: no draft can be made for this target, or there.
     """
+    out = settings.out
+    if (out / "config.json").is_file() and not is_eagle(out):
+        raise ConfigError(f"--out: {out} holds another model")
     prepare_environment()
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task("loading the target", total=settings.seconds)
@@ -82,18 +94,23 @@ def make(target: str, settings: MakerSettings) -> str:
 
         try:
             maker = DraftMaker(settings, time.monotonic, report)
-        except (ModelError, ValueError) as error:
+        except ModelError as error:
             raise ConfigError(f"--target: {error}") from error
+        except StateFolderLockedError as error:
+            raise ConfigError(f"--out: another process makes a draft in {out}") from error
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         maker.run()
     held_out = maker.held_out()
     if not held_out:
         raise ConfigError("--minutes: no answer is held out yet; run it again with more")
+    maker.write()
     acceptance, before = maker.step_acceptance(held_out)
     prompts = [tuple(record.prompt_token_ids.tolist()) for record in held_out[:_MEASURED]]
     speed = measure_speed(settings, acceptance, prompts, time.perf_counter)
     text = card(target, settings, maker, acceptance, before, speed)
-    (settings.out / "README.md").write_text(text, encoding="utf-8")
-    shutil.rmtree(settings.out / "making")
+    (out / "README.md").write_text(text, encoding="utf-8")
+    shutil.rmtree(out / "making")
     return text
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.actors.engine.compatibility import read_config
-from paceline.actors.weights.checkpoint import ModelError
+from paceline.actors.weights.checkpoint import ModelError, read_architecture
 from paceline.deploy import model_store
 from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.config.sections import AUTO
@@ -54,21 +54,28 @@ def with_draft(config: PacelineConfig, target: Path, say: Callable[[str], None])
     Raises:
         ConfigError: one line.
     """
-    from transformers import AutoConfig
-
     from paceline.actors.weights.eagle import is_llama_like, is_made_for
 
     try:
-        architecture = AutoConfig.from_pretrained(target, local_files_only=True)
+        architecture = read_architecture(target, "target")
         if not is_llama_like(architecture):
             kind = architecture.model_type
             say(f"No draft can be made for models of type {kind}: serving without drafts")
             return config.without_drafts()
         folder = config.auto_draft
         if not is_made_for(folder, target):
+            if folder == config.learnt_draft:
+                raise ConfigError(
+                    f"drafts.general: {folder} was made for other weights than those in {target}; "
+                    "make another one (paceline draft make), or move it away"
+                )
             say(f"Making a draft from the target's first layer, untrained, in {folder}")
             make_untrained(target, folder)
-    except (ModelError, OSError, ValueError) as error:
+    except ConfigError:
+        raise
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
+    except (OSError, ValueError) as error:
         raise ConfigError(f"drafts.general: {error}") from error
     return config
 

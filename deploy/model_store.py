@@ -16,6 +16,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,20 +93,37 @@ class CachedModel:
     nbytes: int
 
 
+def expanded(path: str) -> Path:
+    """An absolute path, ``~`` included.
+
+    Raises:
+        ConfigError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
 def cache_folder() -> Path:
     """``PACELINE_CACHE_DIR``, else ``paceline/models`` in the user's cache."""
     chosen = os.environ.get("PACELINE_CACHE_DIR")
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(chosen) if chosen else Path(home) / "paceline").expanduser().absolute() / "models"
+    return expanded(chosen or f"{home}/paceline") / "models"
+
+
+def packaged_folder(name: str) -> Path:
+    """The folder that :func:`fetch` makes of a packaged model."""
+    return cache_folder() / f"{name}-{PACKAGED[name].version}"
 
 
 def locate(path: str) -> Path:
     """The folder of a model, which :func:`fetch` may still have to make."""
-    folder = Path(path).expanduser().absolute()
+    folder = expanded(path)
     if folder.is_dir():
         return folder
     if path in PACKAGED:
-        return cache_folder() / f"{path}-{PACKAGED[path].version}"
+        return packaged_folder(path)
     if folder.suffix == ".gguf":
         return cache_folder() / f"{folder.stem}-{_fingerprint(folder)}"
     return _hub_snapshot(path) or folder
@@ -123,7 +141,7 @@ def fetch(path: str, say: Callable[[str], None], key: str) -> Path:
         ConfigError: one line; the cache is as before.
     """
     folder = locate(path)
-    file = Path(path).expanduser().absolute()
+    file = expanded(path)
     if path not in PACKAGED and (folder.is_dir() or file.suffix != ".gguf"):
         if not folder.is_dir() and _is_hub_name(path):
             raise ConfigError(
@@ -140,9 +158,9 @@ def fetch(path: str, say: Callable[[str], None], key: str) -> Path:
             with tempfile.TemporaryDirectory(dir=cache_folder(), prefix=_WORKING) as temporary:
                 _make(path, file, folder, Path(temporary), say)
             say(f"Model in {folder}")
-        if path in PACKAGED:
+        if path in PACKAGED and folder == packaged_folder(path):
             _recommend(folder, PACKAGED[path].generation)
-    except (OSError, ConfigError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {error}") from error
     return folder
 
@@ -162,8 +180,10 @@ def _recommend(folder: Path, generation: Mapping[str, float]) -> None:
 def _remove_stale() -> None:
     """Remove what killed processes have left."""
     for left in cache_folder().glob(f"{_WORKING}*"):
-        if time.time() - left.stat().st_mtime > _STALE_S:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # its process is just done
+            newest = max(part.stat().st_mtime for part in (left, *left.rglob("*")))
+            if time.time() - newest > _STALE_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _make(path: str, file: Path, folder: Path, working: Path, say: Callable[[str], None]) -> None:
@@ -189,6 +209,8 @@ def _make(path: str, file: Path, folder: Path, working: Path, say: Callable[[str
         alone.symlink_to(file)
         _convert(alone, made)
     (made / _SOURCE_FILE).write_text(json.dumps(source), encoding="utf-8")
+    for part in made.iterdir():  # safetensors' files are their owner's alone, whatever the umask
+        shutil.copymode(made / _SOURCE_FILE, part)
     try:
         made.rename(folder)
     except OSError:
@@ -203,7 +225,10 @@ def cached_models() -> list[CachedModel]:
 
 def _cached() -> Iterator[CachedModel]:
     for file in cache_folder().glob(f"*/{_SOURCE_FILE}"):
-        source = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            source = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:  # a disk that was full; the next start says so
+            continue
         nbytes = sum(part.stat().st_size for part in file.parent.iterdir())
         yield CachedModel(source["name"], file.parent, source["source"], source["licence"], nbytes)
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -49,6 +50,7 @@ from paceline.actors.weights.eagle import (
     read_draft,
     save_draft,
 )
+from paceline.actors.weights.state_folder import lock_folder
 
 _PROMPTS = 192  # of a turn of generation
 _STEPS = 24  # of a turn of training
@@ -140,7 +142,7 @@ class MakerProgress:
 
 
 class DraftMaker:
-    """Makes one draft; call :meth:`run`."""
+    """Makes one draft; call :meth:`run`, and then :meth:`write`."""
 
     def __init__(
         self,
@@ -157,16 +159,18 @@ class DraftMaker:
 
         Raises:
             ModelError: no draft can be made for this target.
-            ValueError: its chat template does not mark a user's text.
+            StateFolderLockedError: another process makes one in this folder.
+            ValueError: its chat template does not mark a user's text, or what an earlier run has
+                left was begun with other settings.
         """
         self._settings, self._clock, self._report = settings, clock, report
         self._work = settings.out / "making"
-        self._work.mkdir(parents=True, exist_ok=True)
+        lock_folder(self._work, 0.0)
         torch.set_num_threads(settings.num_threads)
         self._tokenizer = load_tokenizer(settings.target)
         self._marks = turn_marks(self._tokenizer)
         self._start = first_turn(self._tokenizer)
-        self._elapsed = 0.0
+        self._elapsed = self._generated = 0.0  # seconds, of all and of generation
         self._chunks = 0  # files of records
         self._records: list[ReplayRecord] = []
         self._acceptance = 0.0
@@ -174,7 +178,7 @@ class DraftMaker:
         self._rng = np.random.default_rng([settings.seed, self._chunks])
         self._distiller: Distiller | None = None
         folder = self._work / "initial"
-        if not folder.is_dir():
+        if not (folder / "config.json").is_file():
             known = settings.start and read_draft(settings.start)
             save_draft(known or new_draft(settings.target, settings.layers), folder)
         self._engine = self._make_engine(folder)
@@ -195,18 +199,17 @@ class DraftMaker:
         )
         return engine
 
-    def run(self) -> Path:
-        """Make the draft; returns its folder."""
-        generated = self._elapsed * _GENERATING
+    def run(self) -> None:
+        """Generate and train until the time is over."""
         since = saved = self._clock()
         while self._elapsed < self._settings.seconds:
-            if self._needs_answers(generated):
+            if generates := self._needs_answers():
                 self._generate()
-                generated += self._clock() - since
             else:
                 self._train()
             now = self._clock()
             self._elapsed += now - since
+            self._generated += generates * (now - since)
             since = now
             if now - saved > _SAVE_S:
                 self._save()
@@ -215,6 +218,9 @@ class DraftMaker:
         if self._distiller is None:
             self._prepare()
         self._save()
+
+    def write(self) -> Path:
+        """Write the draft that was made; returns its folder."""
         assert self._distiller is not None
         state = self._distiller.state_dict()
         known = micro_batches(self._usable(self._distiller.vocab_size), _MICRO_BATCH, self._rng)[
@@ -255,13 +261,13 @@ class DraftMaker:
         )
         return now, before
 
-    def _needs_answers(self, generated: float) -> bool:
-        """Whether answers come next, after so many seconds of them.
+    def _needs_answers(self) -> bool:
+        """Whether answers come next.
 
         What a draft has learnt before it forgets on few answers, so all are made first.
         """
         until = self._settings.seconds if self._settings.start else self._elapsed
-        return len(self._records) < _FIRST_RECORDS or generated < _GENERATING * until
+        return len(self._records) < _FIRST_RECORDS or self._generated < _GENERATING * until
 
     def _generate(self) -> None:
         """Have prompts made up and answered."""
@@ -377,15 +383,28 @@ class DraftMaker:
             save_checkpoint(
                 self._work / "optimizer", self._distiller.live_state(), 1, _STATE_DIGEST
             )
-        facts = {"elapsed_s": self._elapsed, "seed": self._settings.seed}
+        facts = {"elapsed_s": self._elapsed, "generated_s": self._generated} | self._origin()
         partial = self._work / "state.partial"
         partial.write_text(json.dumps(facts) + "\n", encoding="utf-8")
         partial.replace(self._work / "state.json")
 
+    def _origin(self) -> dict[str, Any]:
+        """What must be the same in every run."""
+        own = self._settings
+        start = None if own.start is None else str(own.start)
+        return {"seed": own.seed, "layers": own.layers, "start": start}
+
     def _restore(self) -> None:
         state = self._work / "state.json"
         if state.is_file():
-            self._elapsed = float(json.loads(state.read_text(encoding="utf-8"))["elapsed_s"])
+            facts = json.loads(state.read_text(encoding="utf-8"))
+            for name, value in self._origin().items():
+                if facts[name] != value:
+                    raise ValueError(
+                        f"{self._work} was begun with {name} {facts[name]} instead of {value}; "
+                        "go on with that, or remove the folder"
+                    )
+            self._elapsed, self._generated = facts["elapsed_s"], facts["generated_s"]
         for path in sorted(self._work.glob("records-*.msgpack")):
             self._records += map(decode, msgpack.unpackb(path.read_bytes()))
             self._chunks += 1

@@ -55,6 +55,42 @@ def weight_files(folder: str | Path, name: str) -> list[Path]:
     return [folder / shard for shard in shards]
 
 
+@contextmanager
+def opened(file: Path, name: str) -> Iterator[Any]:
+    """A safetensors file of a model.
+
+    Args:
+        file: its path.
+        name: what the model is called in an error.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{name}: {file} cannot be read ({error})") from error
+
+
+def read_architecture(folder: str | Path, name: str) -> PreTrainedConfig:
+    """transformers' config of a model folder.
+
+    Raises:
+        ModelError: transformers refuses it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever a wrong value leads to
+        reason = _first_line(error) if isinstance(error, OSError | ValueError) else repr(error)
+        raise ModelError(f"{name}: {folder}/config.json: {reason}") from error
+    return config
+
+
 def check_tensors(folder: str | Path, name: str) -> None:
     """Refuse a causal LM whose files do not hold the tensors that its config asks for.
 
@@ -69,22 +105,15 @@ def check_tensors(folder: str | Path, name: str) -> None:
     Raises:
         ModelError: names the tensors.
     """
-    from safetensors import SafetensorError, safe_open
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     state: dict[str, torch.Tensor] = {}
     for file in weight_files(folder, name):
-        try:
-            with safe_open(file, "pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 - not a mapping
-                    shape = tensors.get_slice(key).get_shape()
-                    state[key] = torch.empty(shape, device="meta").as_subclass(_Header)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{name}: {file} cannot be read ({error})") from error
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: {folder}/config.json: {_first_line(error)}") from error
+        with opened(file, name) as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a mapping
+                shape = tensors.get_slice(key).get_shape()
+                state[key] = torch.empty(shape, device="meta").as_subclass(_Header)
+    config = read_architecture(folder, name)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{name}: {folder} is no causal LM ({config.model_type})")
     if getattr(config, "quantization_config", None) is not None:

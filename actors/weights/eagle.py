@@ -12,17 +12,23 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
-from paceline.actors.weights.checkpoint import ModelError, weight_files
+from paceline.actors.weights.checkpoint import (
+    ModelError,
+    opened,
+    read_architecture,
+    weight_files,
+)
 from paceline.actors.weights.target_ends import (
     EMBEDDING,
     TargetEnds,
@@ -62,7 +68,7 @@ def target_mark(target: str | Path) -> str:
     sizes = [config.get(k) for k in ("model_type", "hidden_size", "num_hidden_layers")]
     digest.update(json.dumps(sizes).encode())
     for file in weight_files(target, "target"):
-        with safe_open(file, "pt") as tensors:
+        with opened(file, "target") as tensors:
             for name in sorted({EMBEDDING, _NORM} & set(tensors.keys())):
                 rows = tensors.get_slice(name)[:_MARKED_ROWS]
                 digest.update(name.encode() + rows.float().numpy().tobytes())
@@ -212,7 +218,7 @@ def new_draft(target: str | Path, layers: int = 1, vocabulary: Tensor | None = N
     Raises:
         ModelError: another architecture, or tensors are missing.
     """
-    config: PreTrainedConfig = AutoConfig.from_pretrained(target, local_files_only=True)
+    config = read_architecture(target, "target")
     if not is_llama_like(config):
         raise ModelError(f"target: no draft can be made from models of type {config.model_type}")
     size = int(config.vocab_size)
@@ -318,6 +324,8 @@ def save_draft(draft: EagleDraft, folder: str | Path) -> None:
     # Last: a draft is there if its config is.
     text = json.dumps(facts, indent=2, sort_keys=True) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+    # safetensors' files are their owner's alone, whatever the umask.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
 def published_dtype(tensor: Tensor) -> torch.dtype:

@@ -13,7 +13,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, PreTrainedModel
@@ -22,6 +21,7 @@ from paceline.actors.weights.checkpoint import (
     ModelError,
     ends_of,
     has_shared_head,
+    opened,
     weight_files,
 )
 from paceline.actors.weights.codes import give_codes, read_codes
@@ -55,7 +55,7 @@ def read_tensors(folder: str | Path, wanted: Callable[[str], bool]) -> dict[str,
     """
     found: dict[str, Tensor] = {}
     for file in weight_files(folder, "target"):
-        with safe_open(file, "pt") as tensors:
+        with opened(file, "target") as tensors:
             found |= {n: tensors.get_tensor(n) for n in tensors.keys() if wanted(n)}  # noqa: SIM118
     return found
 
@@ -160,5 +160,5 @@ def check_shared_ends(folder: str | Path, target: str | Path, name: str) -> None
 
 
 def _holds(file: Path, name: str) -> bool:
-    with safe_open(file, "pt") as tensors:
+    with opened(file, "target") as tensors:
         return name in tensors.keys()  # noqa: SIM118 - not a mapping

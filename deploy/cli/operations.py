@@ -53,6 +53,8 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
     try:
         address = url.rstrip("/") + path
         answer = httpx.request(method, address, json=body, headers=headers, timeout=timeout_s)
+    except httpx.LocalProtocolError as error:  # its text is the key's
+        raise CallError(f"{KEY_VARIABLE}: no valid key") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise NoAnswerError(f"{url} does not answer: {error}") from error
     try:
@@ -62,7 +64,8 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
         kind = NoAnswerError if answer.is_server_error else CallError
         raise kind(f"{url} answers {answer.status_code}, and no JSON") from error
     if answer.status_code != httpx.codes.OK:
-        fault = content.get("error", {}) if isinstance(content, dict) else {}
+        fault = content.get("error") if isinstance(content, dict) else None
+        fault = fault if isinstance(fault, dict) else {}
         message = str(fault.get("message") or f"{url} answers {answer.status_code}")
         raise CallError(message, fault.get("code"))
     return content

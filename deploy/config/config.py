@@ -114,7 +114,7 @@ class PacelineConfig(Section):
         """Folder of the topic classifier, or of its head."""
         if self.router.path == MINILM:
             return MODELS_DIR / "router-minilm"
-        return _folder(self.router.path)
+        return model_store.expanded(self.router.path)
 
     @property
     def encoder(self) -> str | None:
@@ -139,8 +139,8 @@ class PacelineConfig(Section):
     def draft_paths(self) -> dict[str, Path]:
         """Folder of the initial weights by expert."""
         general = self.drafts.general
-        folder = self.auto_draft if general == AUTO else _folder(general)
-        own = {topic: _folder(path) for topic, path in self.drafts.paths.items()}
+        folder = self.auto_draft if general == AUTO else model_store.expanded(general)
+        own = {topic: model_store.expanded(path) for topic, path in self.drafts.paths.items()}
         return {expert: own.get(topic_of(expert), folder) for expert in self.experts}
 
     @property
@@ -156,7 +156,7 @@ class PacelineConfig(Section):
             return self.made_draft
         for name in model_store.PACKAGED:
             shipped = MODELS_DIR / f"draft-{name}"
-            if shipped.is_dir() and model_store.locate(name) == self.target_path:
+            if shipped.is_dir() and model_store.packaged_folder(name) == self.target_path:
                 return shipped
         return None
 
@@ -182,10 +182,10 @@ class PacelineConfig(Section):
         """Folder of weight versions and gate decisions; by key apart from those of all."""
         chosen = self.weights.storage or self.state_dir
         if chosen is not None:
-            folder = Path(chosen).expanduser().absolute()
+            folder = model_store.expanded(str(chosen))
         else:
             home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-            folder = Path(home).expanduser() / "paceline"
+            folder = model_store.expanded(home) / "paceline"
         return folder / _BY_KEY if self.replay.scope == "key" else folder
 
     @property
@@ -213,10 +213,6 @@ def default_threads(cores: int) -> int:
     return min(cores, max(2, cores // 2))
 
 
-def _folder(path: str) -> Path:
-    return Path(path).expanduser().absolute()
-
-
 def load_config(
     path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
 ) -> PacelineConfig:
@@ -239,6 +235,18 @@ def load_config(
         raise ConfigError(f"{source}: {explain(error, PacelineConfig)}") from error
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which no key is given twice: the first one would be silently dropped."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            line = node.start_mark.line + 1
+            raise ValueError(f"{twice[0]} is given twice in the mapping of line {line}")
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -246,8 +254,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or "not a UTF-8 text"
         raise ConfigError(f"config {path}: {reason}") from error
     try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2024-13-01 is no date
+        data = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 2024-13-01
         reason = " ".join(str(error).split())
         raise ConfigError(f"config {path}: not YAML ({reason})") from error
     if data is None:

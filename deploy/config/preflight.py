@@ -306,8 +306,8 @@ def _check_state(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"state_dir: cannot write to {folder} ({reason})") from error
     try:
         (folder / WEIGHTS_FOLDER).mkdir(exist_ok=True)

@@ -147,7 +147,7 @@ def read_shape(path: Path) -> ModelShape:
     name = path.resolve().name if path.is_dir() else path.resolve().parent.name
     try:
         return parse_shape(config, name)
-    except ConfigError as error:
+    except (TypeError, ValueError) as error:  # a ConfigError, or an entry of another type
         raise ConfigError(f"{file}: {error}") from None
 
 

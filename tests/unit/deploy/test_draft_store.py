@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,51 @@ def test_an_untrained_draft_is_made_once_and_again_for_another_target(target: Pa
     fetch_models(config, said.append)
     assert len(said) == 2
     check_models_fit(config)
+
+
+def test_a_draft_that_has_learnt_is_never_written_over(target: Path) -> None:
+    config = config_of(target)
+    save_draft(new_draft(target), config.made_draft)
+    before = (config.made_draft / "model.safetensors").read_bytes()
+    save_tiny(target, 2)
+    with pytest.raises(ConfigError, match="was made for other weights than those in"):
+        fetch_models(config, lambda _: None)
+    assert (config.made_draft / "model.safetensors").read_bytes() == before
+
+
+def test_a_folder_called_like_a_packaged_model_is_the_users_own(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    target.rename(tmp_path / "smollm2")
+    files = {file: file.read_bytes() for file in (tmp_path / "smollm2").iterdir()}
+    config = config_of(Path("smollm2"))
+    assert config.learnt_draft is None
+    fetch_models(config, lambda _: None)
+    assert {file: file.read_bytes() for file in (tmp_path / "smollm2").iterdir()} == files
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "model.safetensors").write_bytes(b"version https://git-lfs"),
+        lambda folder: change(folder, hidden_size="many"),
+        lambda folder: change(folder, num_attention_heads=0),
+        lambda folder: change(folder, rope_parameters={"rope_type": "linear"}),
+    ],
+)
+def test_a_damaged_target_is_an_error_of_one_line(
+    damage: Callable[[Path], object], target: Path
+) -> None:
+    damage(target)
+    with pytest.raises(ConfigError, match=r"^target: .*") as caught:
+        check_models_fit(fetch_models(config_of(target), lambda _: None))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def change(folder: Path, **values: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 def test_a_packaged_targets_draft_is_found_by_name_and_by_folder(target: Path) -> None:

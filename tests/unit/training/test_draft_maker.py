@@ -62,7 +62,8 @@ def test_a_draft_is_made_resumed_and_learns(tmp_path: Path) -> None:
     resumed = maker.progress
     assert (resumed.elapsed_s, resumed.records) == (state["elapsed_s"], seen[-1].records)
     steps = seen[-1].steps
-    assert maker.run() == tmp_path / "draft"
+    maker.run()
+    assert maker.write() == tmp_path / "draft"
     assert maker.progress.steps > steps
     held_out = maker.held_out()
     assert held_out
@@ -94,9 +95,15 @@ def test_a_draft_is_made_resumed_and_learns(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small")
 def test_a_draft_that_has_learnt_goes_on_from_what_it_knows(tmp_path: Path) -> None:
     start, out = tmp_path / "first", tmp_path / "further"
-    DraftMaker(MakerSettings(str(TARGET), start, 24.0, seed=3), ticks()).run()
-    maker = DraftMaker(MakerSettings(str(TARGET), out, 12.0, seed=4, start=start), ticks())
+    first = DraftMaker(MakerSettings(str(TARGET), start, 24.0, seed=3), ticks())
+    first.run()
+    first.write()
+    seen: list[MakerProgress] = []
+    further = MakerSettings(str(TARGET), out, 24.0, seed=4, start=start)
+    maker = DraftMaker(further, ticks(), seen.append)
     maker.run()
+    maker.write()
+    assert all(now.elapsed_s > 0.35 * 24.0 for now in seen if now.steps)
     known = load_draft(start, TARGET, torch.float32, torch.device("cpu")).eval()
     learnt = load_draft(out, TARGET, torch.float32, torch.device("cpu"))
     assert learnt.get_buffer(VOCABULARY).equal(known.get_buffer(VOCABULARY))
@@ -114,6 +121,7 @@ def test_the_vocabulary_has_what_was_seen_and_every_single_character(
     monkeypatch.setattr("paceline.actors.weights.eagle.DRAFT_VOCABULARY", 600)
     maker = DraftMaker(MakerSettings(str(TARGET), tmp_path / "draft", 1.0), ticks())
     maker.run()
+    maker.write()
     vocabulary = set(read_draft(tmp_path / "draft").get_buffer(VOCABULARY).tolist())
     counts = token_counts(maker.held_out())
     assert plain_tokens(maker._tokenizer) <= vocabulary

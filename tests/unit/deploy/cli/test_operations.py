@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -40,6 +44,43 @@ def run(server: Server, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(operations_command, "call", server)
     monkeypatch.setattr(operations_command, "_POLL_S", 0.0)
     return main([*words, "--url", URL])
+
+
+@contextmanager
+def answering(status: int, body: bytes) -> Iterator[str]:
+    """URL of a server that gives every request this answer."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("body", [b'{"error": "text"}', b'{"error": null}', b"[1]", b"{}"])
+def test_an_error_of_another_shape_is_a_line(body: bytes) -> None:
+    with answering(500, body) as url, pytest.raises(CallError, match="answers 500"):
+        operations_command.call(url, "GET", "/v1/paceline/status")
+
+
+def test_a_key_that_is_none_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", "sec\nret")
+    with answering(200, b"{}") as url, pytest.raises(CallError) as caught:
+        operations_command.call(url, "GET", "/v1/paceline/status")
+    assert str(caught.value) == "PACELINE_API_KEY: no valid key"
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,9 @@ def test_with_a_scope_by_key_every_key_has_every_expert_and_state_of_its_own(
         ("training:\n  micro_batch: 0", "micro_batch: input should be 'auto', or input"),
         ("replay:\n  held_out_fraction: .nan", "replay.held_out_fraction: "),
         ("[1, 2]", "must be a mapping"),
+        ("port: 1\nauth: {}\nport: 2", "port is given twice in the mapping of line 1"),
+        ("target:\n  dtype: auto\n  dtype: auto", "dtype is given twice in the mapping of line 2"),
+        ("[" * 3000, "not YAML"),
         ("model_name: 2024-13-01", "not YAML"),
         ("target:\n  device: gpu", "target.device: 'gpu' is none of auto, cpu, cuda"),
         (
