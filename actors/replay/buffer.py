@@ -97,12 +97,14 @@ class ShardStats:
         bytes: of all splits.
         capacity_bytes: see ReplaySettings.
         inserted_total: records, kept or not.
-        inserted_synthetic_total: of these.
+        inserted_synthetic_total: of these; synthetic ones count only if they were kept.
         evicted_total: removed for others.
         expired_total: removed past retention.
         refused_total: invalid ones that came to the shard.
         refused_values_total: of these, because of impossible numbers.
         left_out_total: requests that the rate limiter left without a record.
+        purges_total: calls that delete records, whether there were any.
+        retained_from: creation, unix seconds, before which records are past retention.
     """
 
     topic: str = ""
@@ -116,6 +118,8 @@ class ShardStats:
     refused_total: int = 0
     refused_values_total: int = 0
     left_out_total: int = 0
+    purges_total: int = 0
+    retained_from: float = -math.inf
 
     def records(self, *splits: Split) -> int:
         """Records of these splits together."""
@@ -148,6 +152,8 @@ class ReplayBuffer:
         if now - record.created > self._settings.retention_s:
             return False
         kept = self._tables[split].insert(record)
+        if split == "synthetic" and not kept:  # nothing new to learn from, nor traffic
+            self._tables[split].inserted -= 1
         self._resize_synthetic()
         return kept
 
@@ -207,4 +213,5 @@ class ReplayBuffer:
             inserted_synthetic_total=self._tables["synthetic"].inserted,
             evicted_total=sum(table.evicted for table in tables),
             expired_total=sum(table.expired for table in tables),
+            retained_from=now - self._settings.retention_s,
         )

@@ -7,22 +7,28 @@ from collections.abc import Callable
 from paceline.actors.replay.record import belongs
 
 _REMEMBERED_S = 3600.0
+_AHEAD_S = 5.0  # that clocks of other hosts may be: rather lose records of just after a purge
 
 
 class Purges:
     """The purges of the last hour; what they cover must not be stored any more.
 
     A replica that stops is asked for no purge, and hands over what it holds when it ends.
+
+    Attributes:
+        total: purges since the start.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Start without any; ``clock`` is unix seconds, as in the records."""
         self._clock = clock
         self._purges: dict[tuple[str | None, str | None], float] = {}  # answer and topic: when
+        self.total = 0
 
     def add(self, request_id: str | None, topic: str | None = None) -> None:
         """Remember a purge of an answer (None: all) of a topic (None: all)."""
         now = self._clock()
+        self.total += 1
         late = [key for key, at in self._purges.items() if at < now - _REMEMBERED_S]
         for key in late:
             del self._purges[key]
@@ -39,6 +45,6 @@ class Purges:
         return any(
             own in (None, topic)
             and belongs(request_id, answer)
-            and (answer is not None or created <= at)
+            and (answer is not None or created <= at + _AHEAD_S)
             for (answer, own), at in self._purges.items()
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import struct
 import threading
 import time
@@ -34,6 +35,11 @@ FILE_SUFFIX = ".records"
 _HEADER = struct.Struct("<I")
 
 
+def _open_private(path: str, flags: int) -> int:
+    """For ``open``: prompts and answers are their owner's to read."""
+    return os.open(path, flags, 0o600)
+
+
 class Journal:
     """Append-only file of records, rewritten whole to remove some.
 
@@ -42,13 +48,13 @@ class Journal:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._partial = self._path.with_name(f".{self._path.name}.partial")
         self._partial.unlink(missing_ok=True)  # of a rewrite that was killed
         self._file = self._open()
 
     def _open(self) -> FileIO:
-        return FileIO(self._path, "ab")
+        return FileIO(self._path, "ab", opener=_open_private)
 
     @property
     def size(self) -> int:
@@ -82,7 +88,7 @@ class Journal:
 
     def rewrite(self, records: Iterable[bytes]) -> None:
         """Replace the content atomically."""
-        with self._partial.open("wb") as file:
+        with open(self._partial, "wb", opener=_open_private) as file:
             for data in records:
                 file.write(_HEADER.pack(len(data)) + data)
         self._file.close()
@@ -190,6 +196,7 @@ class ReplayShard:
                 refused_total=self._refused,
                 refused_values_total=self._refused_values,
                 left_out_total=self._left_out,
+                purges_total=self._purges.total,
             )
 
     def _insert(self, data: bytes, *, needs_source: bool) -> EncodedRecord | None:

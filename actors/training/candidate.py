@@ -251,7 +251,9 @@ class Candidate:
         """Restart the learning-rate schedule, for a topic that drifts."""
         self._distiller.refresh_rate()
 
-    def test(self, records: Sequence[ReplayRecord], before_batch: Callable[[], None]) -> None:
+    def test(
+        self, records: Sequence[ReplayRecord], before_batch: Callable[[], float | None]
+    ) -> None:
         """Test the candidate on the new ones of these records; call it before it trains on them.
 
         New is a record that came after all that were given before, with a prompt that none of the
@@ -259,8 +261,8 @@ class Candidate:
 
         Args:
             records: usable ones that the candidate is about to be trained on.
-            before_batch: called before each forward; may wait for a permit, or raise: the records
-                are then new the next time.
+            before_batch: called before each forward, see ``score_steps``; if it raises, the
+                records are new the next time.
         """
         prompts = [hash(record.prompt_token_ids.tobytes()) for record in records]
         new: dict[int, ReplayRecord] = {}
@@ -297,23 +299,32 @@ class Candidate:
         return state, self._distiller.halfway(state, self._served)
 
     def compare(
-        self, records: Sequence[ReplayRecord], before_batch: Callable[[], None]
+        self, records: Sequence[ReplayRecord], before_batch: Callable[[], float | None]
     ) -> Compared:
         """Score the better of the trained weights and those half way, beside the served ones.
 
         Args:
-            records: held-out ones, usable.
-            before_batch: called before each forward; may wait for a permit, or raise.
+            records: held-out ones, usable. Those that expire meanwhile get no served score: nan.
+            before_batch: called before each forward, see ``score_steps``.
         """
+        oldest: float | None = None
+
+        def before_each() -> float | None:
+            nonlocal oldest
+            oldest = before_batch()
+            return oldest
+
         states = self._states()
-        found = [self._score(state, records, before_batch) for state in states]
+        found = [self._score(state, records, before_each) for state in states]
         self._ahead = False  # until the served draft is scored
         new = [r for r in records if r.request_id not in self._served_scores]
         if new:
-            scores = self._score(self._served, new, before_batch)
+            scores = self._score(self._served, new, before_each)
             for record, score in zip(new, scores, strict=True):
                 self._served_scores[record.request_id] = float(score)
         served = np.array([self._served_scores[r.request_id] for r in records])
+        if oldest is not None:
+            served[[r.created < oldest for r in records]] = math.nan
         # scores of records that are not sampled any more are dropped: a publication may be days off
         self._keep_scores(records, served)
         tests = [[pair[i] for pair in self.tests] for i in (0, 1)]
@@ -332,7 +343,7 @@ class Candidate:
         self,
         state: dict[str, Tensor],
         records: Sequence[ReplayRecord],
-        before_batch: Callable[[], None],
+        before_batch: Callable[[], object],
     ) -> None:
         """Find the basis of an EAGLE draft's weights, in place, see ``EagleDraft.basis``.
 
@@ -359,7 +370,9 @@ class Candidate:
         state: dict[str, Tensor],
         records: Sequence[ReplayRecord],
         scores: NDArray[np.float64],
-        before_part: Callable[[], None] = lambda: None,
+        before_part: Callable[[], object] = lambda: None,
+        *,
+        stable: int = 0,
     ) -> None:
         """Take the evaluated weights as the served ones, and write an optimizer checkpoint.
 
@@ -370,9 +383,11 @@ class Candidate:
             scores: on these.
             before_part: called before each part of the checkpoint; may wait for a permit, or raise:
                 the checkpoint of an earlier version then stays, which fits no other version.
+            stable: weight_version that stays the stable one if this one goes on trial: its
+                checkpoint is kept.
         """
         self._served = state
-        before, self.version = self.version, version
+        self.version = version
         self.rejections = self.fruitless = 0
         self.scale_rate(increased(self.rate_share))
         self._initial_records, self._ahead = None, False
@@ -384,9 +399,8 @@ class Candidate:
             before_part()
             optimizer = self._distiller.live_state()
             try:
-                # the version before is still the stable one if this one goes on trial
                 save_checkpoint(
-                    self._checkpoints, optimizer, version, digest, before_part, beside=before
+                    self._checkpoints, optimizer, version, digest, before_part, beside=stable
                 )
             except (OSError, SafetensorError):
                 logger.warning("%s: no optimizer checkpoint was written", self.topic, exc_info=True)
@@ -395,7 +409,7 @@ class Candidate:
         self,
         state: dict[str, Tensor] | None,
         records: Sequence[ReplayRecord],
-        before_batch: Callable[[], None],
+        before_batch: Callable[[], float | None],
     ) -> NDArray[np.float64]:
         before_batch()  # building the draft takes the processor too
         return score_records(

@@ -73,7 +73,7 @@ def score_steps(
     *,
     max_length: int,
     batch_size: int = 8,
-    before_batch: Callable[[], None] = lambda: None,
+    before_batch: Callable[[], float | None] = lambda: None,
 ) -> NDArray[np.float64]:
     """Mean score of every drafted step on every record, float64 ``[S, R]``; S is 1 but for EAGLE.
 
@@ -83,14 +83,19 @@ def score_steps(
         score: logits ``[N, V]`` and their positions to scores ``[N]``.
         max_length: tokens per record at most.
         batch_size: records per forward.
-        before_batch: called before each forward; may wait for a permit, or raise.
+        before_batch: called before each forward; may wait for a permit, or raise. Records of the
+            forward that were created before what it returns, unix seconds, get no score: nan.
     """
-    scores = np.zeros((STEPS if isinstance(draft, EagleDraft) else 1, len(records)))
+    scores = np.full((STEPS if isinstance(draft, EagleDraft) else 1, len(records)), np.nan)
     lengths = [len(r.prompt_token_ids) + len(r.output_token_ids) for r in records]
     order = np.argsort(lengths, kind="stable")  # neighbours of one length need no padding
     for start in range(0, len(records), batch_size):
-        before_batch()
+        oldest = before_batch()
         own = order[start : start + batch_size]
+        if oldest is not None:
+            own = own[[records[i].created >= oldest for i in own]]
+        if not len(own):
+            continue
         batch = make_batch([records[i] for i in own], max_length).to(draft.device)
         steps, own_labels = draft_logits(draft, batch)
         values = torch.stack([score(logits, own_labels) for logits in steps])
@@ -108,7 +113,7 @@ def score_records(
     max_length: int,
     draft_top_k: int = 64,
     batch_size: int = 8,
-    before_batch: Callable[[], None] = lambda: None,
+    before_batch: Callable[[], float | None] = lambda: None,
 ) -> NDArray[np.float64]:
     """Mean acceptance of every record, float64 ``[R]``; of an EAGLE draft over its steps.
 
@@ -118,7 +123,7 @@ def score_records(
         max_length: tokens per record at most.
         draft_top_k: tokens that the served draft proposes from; of an EAGLE draft it is one.
         batch_size: records per forward.
-        before_batch: called before each forward.
+        before_batch: called before each forward, see :func:`score_steps`.
     """
     support = SUPPORT if isinstance(draft, EagleDraft) else draft_top_k
 

@@ -30,8 +30,8 @@ class GateSettings:
         min_records: held-out records at least, and two; earlier tests are no substitute.
         confidence: that no look publishes without a gain; of one-sided bounds on the mean gain.
         min_gain: that the bound must exceed.
-        typical_spread: prior standard deviation of a record's gain: a handful of records that
-            happen to agree do not show that all records would.
+        typical_spread: prior standard deviation of a record's gain, which never narrows what is
+            seen: a handful of records that happen to agree do not show that all records would.
         typical_weight: weight of that prior, in records.
     """
 
@@ -140,6 +140,7 @@ def gain_bound(gains: NDArray[np.float64], settings: GateSettings, error: float)
     assumed = settings.typical_weight * settings.typical_spread**2
     seen = (count - 1) * float(gains.var(ddof=1))
     spread = math.sqrt((assumed + seen) / (settings.typical_weight + count - 1))
+    spread = max(spread, math.sqrt(seen / (count - 1)))
     return float(gains.mean()) - student_quantile(error, count - 1) * spread / math.sqrt(count)
 
 

@@ -168,7 +168,7 @@ def save_checkpoint(
     state: OptimizerState,
     version: int,
     digest: str,
-    before_file: Callable[[], None] = lambda: None,
+    before_file: Callable[[], object] = lambda: None,
     *,
     beside: int | None = None,
 ) -> None:
@@ -213,7 +213,7 @@ def save_checkpoint(
 
 
 def _clear(
-    folder: Path, kept: set[int | None], whole: Path, before_folder: Callable[[], None]
+    folder: Path, kept: set[int | None], whole: Path, before_folder: Callable[[], object]
 ) -> None:
     """Remove checkpoints of other versions, of other weights of this one, and partial ones."""
     for other in folder.iterdir():

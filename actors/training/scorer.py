@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16  # records of a call: as many are scored again if one of them is removed
+_REFRESH_S = 3.0  # routing reads the table as often; a permit may be hours away
 
 
-class _RecordRemoved(Exception):  # noqa: N818 - not an error: scoring starts over
-    """A record that is being scored has expired or was deleted."""
+class _Outdated(Exception):  # noqa: N818 - not an error: scoring starts over
+    """A record that is being scored has expired or was deleted, or the expert's weights changed."""
 
 
 class _Encoded(NamedTuple):
@@ -102,6 +104,7 @@ class ScoringLoop:
         self._scored: dict[str, set[str]] = {expert: set() for expert in settings.draft_paths}
         self._resting: dict[str, float] = {}
         self._on_trial: list[str] = []
+        self._refreshed_at = -math.inf  # unix seconds
         self._in_progress: dict[str, _Encoded] = {}  # records that are being scored
         self._removed = False  # any of these
         self._purges = Purges(clock)
@@ -207,20 +210,20 @@ class ScoringLoop:
         """
         with self._lock:
             self._expire()  # first: whatever is down, no record is kept past its retention
-        versions, live = client.versions(), client.topic_status()
-        if versions is None or live is None:
+        if self._refresh(client) is None:
             return False
-        self._on_trial = [e for e, status in live.items() if status.candidate is not None]
         with self._lock:
-            for name, version in versions.items():
-                self._follow(name, version)
             expert = self._next()
         if expert is None:
             return False
-        self._wait_for_permit(client)  # weights and records may change meanwhile
+        try:
+            self._wait_for_permit(client, expert)  # weights and records may change meanwhile
+        except _Outdated:
+            return True
         newest = client.weights(expert)
-        if newest is None:
-            return False
+        if newest is None:  # the others go on
+            self._resting[expert] = self._clock() + self._settings.rest_s
+            return True
         version, flat = newest
         with self._lock:
             self._follow(expert, version)
@@ -232,8 +235,8 @@ class ScoringLoop:
             self._score(expert, flat, missing, client, evaluator)
         except Stopped:
             raise
-        except _RecordRemoved:
-            logger.info("%s: a record was removed while it was scored", expert)
+        except _Outdated:
+            logger.info("%s: records or weights changed while it was scored", expert)
         except Exception:
             # the others go on, and this one is tried again later
             logger.warning("%s could not be scored", expert, exc_info=True)
@@ -243,23 +246,41 @@ class ScoringLoop:
                 self._in_progress, self._removed = {}, False
         return True
 
-    def _wait_for_permit(self, client: TrainerClient) -> None:
-        """Wait for the permit of a forward; records expire meanwhile.
+    def _refresh(self, client: TrainerClient) -> set[str] | None:
+        """Follow the registry; experts with other weights, None if it does not answer."""
+        versions, live = client.versions(), client.topic_status()
+        self._refreshed_at = self._clock()
+        if versions is None or live is None:
+            return None
+        self._on_trial = [e for e, status in live.items() if status.candidate is not None]
+        with self._lock:
+            return {name for name, version in versions.items() if self._follow(name, version)}
+
+    def _wait_for_permit(self, client: TrainerClient, expert: str) -> None:
+        """Wait for the permit of a forward; records expire and trials end meanwhile.
 
         Raises:
-            _RecordRemoved: a record in progress has expired or was deleted: drop all of them.
+            _Outdated: a record in progress has expired or was deleted, or the expert's weights
+                have changed: drop what is in progress.
         """
 
         def acquire() -> bool:
             with self._lock:
                 self._expire()
                 if self._removed:
-                    raise _RecordRemoved
+                    raise _Outdated
             return client.acquire_permit()
+
+        def until_idle() -> None:
+            client.until_idle()
+            if self._clock() - self._refreshed_at < _REFRESH_S:
+                return
+            if expert in (self._refresh(client) or ()):
+                raise _Outdated
 
         wait_for_permit(
             acquire,
-            client.until_idle,
+            until_idle,
             self._settings.poll_s,
             sleep=self._sleep,
             stopped=self._stopped,
@@ -274,7 +295,9 @@ class ScoringLoop:
         evaluator: ExpertEvaluator,
     ) -> None:
         records = [decode(record.data) for record in missing.values()]
-        gains = evaluator.score(expert, flat, records, lambda: self._wait_for_permit(client))
+        gains = evaluator.score(
+            expert, flat, records, lambda: self._wait_for_permit(client, expert)
+        )
         with self._lock:
             for (key, record), gain in zip(missing.items(), gains, strict=True):
                 if key in self._records:
@@ -282,10 +305,13 @@ class ScoringLoop:
                 self.hedge.add_gain(record.topic, key, expert, gain)
             self._counts["scores"] += len(gains)
 
-    def _follow(self, expert: str, version: int) -> None:
-        if self.hedge.set_version(expert, version):
+    def _follow(self, expert: str, version: int) -> bool:
+        """Follow an expert's version; whether it has changed."""
+        changed = self.hedge.set_version(expert, version)
+        if changed:
             self._scored[expert].clear()
             self._resting.pop(expert, None)
+        return changed
 
     def _next(self) -> str | None:
         """The expert that lacks most scores, of those that do not rest."""

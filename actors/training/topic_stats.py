@@ -64,6 +64,10 @@ class LiveStats:
         """Drift by topic; from any thread."""
         return {topic: drift.status() for topic, drift in list(self._drifts.items())}
 
+    def stable(self, topic: str) -> int:
+        """The stable version, 0 if it is unknown."""
+        return self._status(topic).stable
+
     def candidate(self, topic: str) -> int | None:
         """The version on trial, None without one."""
         return self._status(topic).candidate

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 # Raised with every change of what is decided here, in the gate, the candidate or the learning-rate
 # scale: benchmark results that were made under other rules are then not taken for today's.
-RULES = 4
+RULES = 5
 _AT_ONCE = 32  # records that are decoded under one permit: some milliseconds
 _DIVERGED = "the training loss is not finite"
 
@@ -155,6 +155,7 @@ class TrainingLoop:
                 self._drop_candidates()
             raise
         finally:
+            self._steps.watch({})
             state.ended_at = self._clock()
         if trained:  # one that was broken off, or found no time, leaves its records new
             state.inserted = seen
@@ -214,13 +215,14 @@ class TrainingLoop:
             candidate.begin_round(to_learn_from(stats, topic))
         self._base_on_general(candidate, versions.get(GENERAL, 0))
         self._update(state="training", topic=topic, steps=candidate.steps)
+        self._steps.watch({t: shard for t, shard in stats.items() if topic in (t, GENERAL)})
         train = candidate.usable(self._training_records(topic, stats))
         if not train:
             raise TopicNotTrainable("no usable records to learn from")
         candidate.test(train, self._steps.wait_for_permit)
-        candidate.grow_vocabulary(train)
+        candidate.grow_vocabulary(self._steps.usable(train))
         held_out = self._sample(topic, self._settings.held_out_records, "held_out", stats)
-        held_out = candidate.usable(held_out)
+        held_out = candidate.usable(self._steps.usable(held_out))
         if len(held_out) < max(self._settings.gate.min_records, 2):
             raise TopicNotTrainable("too few usable held-out records")
         if (coverage := candidate.coverage(held_out)) is not None:
@@ -379,7 +381,7 @@ class TrainingLoop:
                 candidate.acceptance = decision.served
             self._reject(candidate, facts, reset=_worse(decision))
             return
-        candidate.add_basis(state, train, self._steps.wait_for_permit)
+        candidate.add_basis(state, self._steps.usable(train), self._steps.wait_for_permit)
         self._steps.wait_for_permit()
         if not self._may_publish(candidate):  # evaluation takes long when permits are rare
             return
@@ -396,10 +398,13 @@ class TrainingLoop:
             candidate.fruitless += 1
             self._count_rejection(candidate)
             return
-        candidate.acceptance = decision.candidate
+        topic, candidate.acceptance = candidate.topic, decision.candidate
         self._update(rounds=self.progress.rounds + 1, published=self.progress.published + 1)
-        logger.info("%s: published version %d %s", candidate.topic, version, facts)
-        candidate.mark_published(version, state, held_out, scores, self._steps.wait_for_permit)
+        logger.info("%s: published version %d %s", topic, version, facts)
+        # a promotion during the round is known to the live statistics first
+        stable = max(self._live.stable(topic), self._topics.state(topic).stable)
+        wait = self._steps.wait_for_permit
+        candidate.mark_published(version, state, held_out, scores, wait, stable=stable)
         self._client.release_permit()
 
     def _reject(self, candidate: Candidate, facts: Decision, *, reset: bool) -> None:

@@ -131,7 +131,7 @@ class Worker:
         self._distillers: dict[str, Distiller] = {}
 
     def build(self, topic: str, path: str, settings: DistillerSettings) -> None:
-        """Build the topic's engine, again if there is one; rank 0's weights come with it."""
+        """Build the topic's engine, again if there is one; rank 0's parameters come with it."""
         if topic in self._distillers:
             self._distillers[topic].reset(None)
         else:
@@ -252,6 +252,8 @@ class DistributedDistiller(Distiller):
     def _build(self, draft: Draft) -> None:
         self._workers.broadcast(Worker.build, self._topic, self.path, self.settings)
         self._collective(super()._build, draft)
+        if (ids := self.vocabulary) is not None:  # a buffer, which does not come with the weights
+            self._workers.broadcast(Worker.set_vocabulary, self._topic, ids.cpu())
 
     def scale_rate(self, share: float) -> None:
         """Scale every rank's learning rate."""

@@ -25,6 +25,8 @@ from paceline.actors.weights.history import Decision
 # apart: chance must not decide a topic for which both slots draft rarely.
 _IDLE_BELOW = 0.25
 _ACTIVE_FROM = 0.5
+# An active slot may draft more rarely, if the other one drafts so many times more rarely still.
+_TIMES_RARER = 16
 
 
 class CanaryAction(StrEnum):
@@ -51,9 +53,9 @@ class CanarySettings:
         bar: roll back a candidate shown not to be better by so much, unless it is shown to be
             better at all.
         watch: looks, in requests, at a promoted version against its predecessor's canary stats.
-        audit_after: promotions in a row without proof of being better, after which the last
-            known good version is tried against the stable one: each may have been worse by less
-            than a trial shows, and the losses would add up.
+        audit_after: promotions without proof of being better, whatever came between them, after
+            which the last known good version is tried against the stable one: each may have been
+            worse by less than a trial shows, and the losses would add up.
         audit_most: of such a trial, which has no margin: the better version becomes stable.
         audit_bar: the bar of such a trial.
         min_trial_s: a candidate without outcomes is not replaced for so long, seconds.
@@ -130,10 +132,13 @@ class Canary:
         return None
 
     def _alone_active(self, active: AcceptanceStats, idle: AcceptanceStats) -> bool:
-        needed = self._settings.most
-        if active.requests < needed or idle.requests + idle.undrafted < needed:
+        needed, ended = self._settings.most, idle.requests + idle.undrafted
+        if active.requests < needed or ended < needed:
             return False
-        return active.drafted_share >= _ACTIVE_FROM and idle.drafted_share < _IDLE_BELOW
+        if active.drafted_share >= _ACTIVE_FROM and idle.drafted_share < _IDLE_BELOW:
+            return True
+        expected = active.drafted_share * ended  # of the idle slot, if both drafted as often
+        return expected >= _TIMES_RARER * max(idle.requests, 1)
 
     def _look(self) -> CanaryAction | None:
         settings = self._settings

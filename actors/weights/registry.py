@@ -195,7 +195,7 @@ class WeightRegistry:
         """Try the last known good version against the unproven ones since."""
         state = self._store.state(topic)
         earlier = state.last_known_good
-        reason = f"{state.unproven} versions in a row were not shown to be better"
+        reason = f"{state.unproven} versions since {earlier} were not shown to be better"
         if not self._try_earlier(topic, earlier, reason, {"audit": True}):
             reason = f"version {earlier} cannot be read: the stable one is the last known good"
             facts: Decision = {

@@ -158,9 +158,11 @@ class TopicStore:
         """Write new weights, if any, then the manifest; then change the state.
 
         A kill in between leaves the old state, and perhaps a complete newer file for
-        :meth:`restore`.
+        :meth:`restore`, which takes the newest file for the stable version if no manifest is there.
         """
         if new is not None:
+            if not self._files.manifest(self._topic):
+                self._files.write_manifest(self._topic, self.state.manifest())
             self._files.write(self._topic, *new)
         self._files.write_manifest(self._topic, {**state.manifest(), "decision": {**decision}})
         self._files.remove(self._topic, state.withdrawn)

@@ -25,7 +25,7 @@ from paceline.actors.engine.request import (
     merge_chunks,
 )
 from paceline.actors.engine.target_handle import StreamingTarget, TargetHandle
-from paceline.actors.replay.buffer import ShardStats, SplitStats
+from paceline.actors.replay.buffer import ShardStats
 from paceline.actors.replay.record import ReplayRecord, is_held_out
 from paceline.actors.training.background import BackgroundLoop
 from paceline.actors.training.progress import SyntheticStatus
@@ -172,7 +172,7 @@ def lacking(
         for topic, shard in stats.items()
         if topic not in resting
         and shard.records("train") >= settings.least_records
-        and not _is_full(shard.splits["synthetic"])
+        and not _is_full(shard)
     }
     topic = max(missing, key=lambda name: missing[name], default=None)
     if topic is None or missing[topic] <= 0:
@@ -180,8 +180,11 @@ def lacking(
     return topic, missing[topic]
 
 
-def _is_full(split: SplitStats) -> bool:
-    return split.bytes >= _FULL * split.capacity_bytes
+def _is_full(shard: ShardStats) -> bool:
+    """Whether a synthetic record may not fit, as long as a training record on average."""
+    train, own = shard.splits["train"], shard.splits["synthetic"]
+    free = own.capacity_bytes - own.bytes
+    return own.bytes >= _FULL * own.capacity_bytes or free * train.records < train.bytes
 
 
 class ServeTargetClient:

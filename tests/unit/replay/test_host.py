@@ -100,3 +100,15 @@ def test_without_persist_what_was_kept_on_disk_is_removed(tmp_path: Path) -> Non
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
     assert host.topics() == list(TOPICS)
     assert not sum(stats.records("train") for stats in host.stats())
+
+
+def test_records_on_disk_are_their_owner_s_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "replay"
+    shard = shard_of("sql", hosts(1, folder))
+    for name in ("a", "b"):
+        shard.insert.remote(record(name))
+    private = [path.stat().st_mode & 0o077 == 0 for path in (folder, *folder.iterdir())]
+    shard.delete.remote("a")  # writes the file anew
+    private += [path.stat().st_mode & 0o077 == 0 for path in folder.iterdir()]
+    assert private == [True] * len(private)
+    assert len(private) > 2

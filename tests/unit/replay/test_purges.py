@@ -9,6 +9,7 @@ from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.purges import Purges
 from paceline.actors.replay.record import encode, synthetic_id
 from paceline.actors.replay.shard import ReplayShard
+from paceline.actors.training.read_records import ReadRecords
 
 HOUR_S = 3600.0
 
@@ -32,7 +33,9 @@ class Clock:
         (None, None, "a", 10_000.0, True),
         (None, "sql", "a", 9_999.0, True),
         (None, "code", "a", 9_999.0, False),
-        (None, None, "a", 10_000.1, False),
+        (None, None, "a", 10_002.0, True),  # by a clock that is ahead
+        (None, "sql", "a", 10_002.0, True),
+        (None, None, "a", 10_005.1, False),
     ],
 )
 def test_what_a_purge_covers(
@@ -60,5 +63,21 @@ def test_a_record_that_comes_after_its_purge_is_not_kept() -> None:
     assert shard.delete(None) == 1
     insert("b", clock.now - 1.0)  # of a replica that was stopping
     assert shard.stats().records("train") == 0
-    insert("c", clock.now + 1.0)
+    insert("c", clock.now + 2.0)  # of a host whose clock is ahead
+    assert shard.stats().records("train") == 0
+    insert("d", clock.now + 6.0)
     assert shard.stats().records("train") == 1
+
+
+def test_copies_of_records_are_usable_until_retention_and_the_next_purge() -> None:
+    clock = Clock()
+    shard = ReplayShard("sql", ReplaySettings(retention_s=HOUR_S), clock=clock)
+    read = ReadRecords({"sql": shard.stats()})
+    clock.now += 60.0
+    assert not read.update({"sql": shard.stats(), "code": shard.stats()})
+    assert read.usable_from == clock.now - HOUR_S
+    assert not read.update({})  # no shard answers
+    assert shard.delete("gone") == 0  # from here, though it may have been read
+    assert read.update({"sql": shard.stats()})
+    assert not ReadRecords({"sql": shard.stats()}).update({"sql": shard.stats()})
+    assert not ReadRecords({}).update({"sql": shard.stats()})

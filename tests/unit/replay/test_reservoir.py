@@ -78,3 +78,18 @@ def test_synthetic_records_make_way_by_what_was_learnt_of_them() -> None:
         table.insert(EncodedRecord(f"r{number}", 0.0, bytes(RECORD)), "train", 0.0)
     kept = {record.request_id for record in table.records() if record.request_id.startswith("i")}
     assert kept == {"i2", "i3", "i4", "i7", "i8", "i9"}
+
+
+def test_a_synthetic_record_that_was_not_kept_does_not_count_as_inserted() -> None:
+    buffer = ReplayBuffer(
+        ReplaySettings(10 * RECORD + 5, DAY, held_out_fraction=0.0, synthetic_per_record=1.0)
+    )
+    for number in range(12):
+        buffer.insert(EncodedRecord(f"r{number}", 0.0, bytes(RECORD)), "train", 0.0)
+    assert not buffer.insert(EncodedRecord("i", 0.0, bytes(RECORD)), "synthetic", 0.0)
+    stats = buffer.stats(0.0)
+    assert (stats.inserted_total, stats.inserted_synthetic_total) == (12, 0)
+    buffer.delete("r11")
+    assert buffer.insert(EncodedRecord("i", 0.0, bytes(RECORD)), "synthetic", 0.0)
+    stats = buffer.stats(0.0)
+    assert (stats.inserted_total, stats.inserted_synthetic_total) == (13, 1)

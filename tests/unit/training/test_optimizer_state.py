@@ -38,9 +38,9 @@ def steps(one: Candidate, count: int) -> list[float]:
     return [learn(one, RECORDS[n % 4 : n % 4 + 4]).loss for n in range(count)]
 
 
-def published(one: Candidate, version: int = 1) -> dict[str, torch.Tensor]:
+def published(one: Candidate, version: int = 1, stable: int = 0) -> dict[str, torch.Tensor]:
     state = one.compare(RECORDS, lambda: None).state
-    one.mark_published(version, state, RECORDS, np.zeros(len(RECORDS)))
+    one.mark_published(version, state, RECORDS, np.zeros(len(RECORDS)), stable=stable)
     return state
 
 
@@ -74,11 +74,11 @@ def test_the_stable_version_of_a_trial_keeps_its_checkpoint(tmp_path: Path) -> N
     steps(one, 3)
     first = published(one, 1)
     steps(one, 4)
-    published(one, 2)  # on trial, and rolled back
+    published(one, 2, stable=1)  # on trial, and rolled back
     one.load(1, flatten(first))
     assert one.steps == 3
     steps(one, 2)
-    published(one, 3)
+    published(one, 3, stable=1)
     again = candidate(tmp_path, "float32")
     again.load(1, flatten(first))
     assert again.steps == 3

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixture_models import TARGET
 from local_client import filled, make_loop, trainer_settings
 from rank_processes import TIMEOUT_S, as_rank_0, worker_group_of
 from training_records import training_record
@@ -18,7 +20,13 @@ from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import Distiller, MicroStep
 from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings
 from paceline.actors.training.shares import make_shares, split_share
-from paceline.actors.training.worker_group import DistributedDistiller, WorkerGroupError
+from paceline.actors.training.worker_group import (
+    DistributedDistiller,
+    Worker,
+    WorkerGroup,
+    WorkerGroupError,
+)
+from paceline.actors.weights.eagle import new_draft, save_draft
 
 # Records of unequal lengths, and fewer of them than ranks at the end.
 BATCHES = [
@@ -61,6 +69,38 @@ def test_a_stage_that_cannot_work_is_refused_with_the_reason(draft: Path) -> Non
     wrong = DistillerSettings(dtype="float32", device="cpu", zero_stage=3)
     with pytest.raises(ValueError, match="stage 3 splits the weights themselves"):
         Distiller(str(draft), wrong)
+
+
+class Inline:
+    """A worker of a group of one, in this process: its part of a reset is what is looked at."""
+
+    def __init__(self) -> None:
+        self.worker = Worker.__new__(Worker)
+        self.worker._distillers = {}
+
+    def call(self, method: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        method(self.worker, *arguments, **named)
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_all_ranks_go_on_with_the_vocabulary_of_the_weights(tmp_path: Path) -> None:
+    path = str(tmp_path / "draft")
+    save_draft(new_draft(str(TARGET), vocabulary=torch.arange(300, dtype=torch.int32)), path)
+    workers, other = WorkerGroup(2, lambda _spec: other, "127.0.0.1", TIMEOUT_S), Inline()
+    workers._handles = [other]  # this process has its group
+    settings = DistillerSettings(dtype="float32", device="cpu", target_path=str(TARGET))
+    one = DistributedDistiller("sql", path, settings, workers)
+    grown = torch.arange(100, 400, dtype=torch.int32)
+    for act in (lambda: one.set_vocabulary(grown), lambda: one.reset(one.state_dict())):
+        act()
+        assert one.vocabulary is not None
+        assert one.vocabulary.tolist() == grown.tolist()
+        theirs = other.worker._distillers["sql"].vocabulary
+        assert theirs is not None
+        assert theirs.tolist() == grown.tolist()
 
 
 def _lesson(distiller: Distiller) -> tuple[list[MicroStep], Any]:

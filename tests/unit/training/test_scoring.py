@@ -195,7 +195,7 @@ def test_what_was_purged_and_comes_then_is_refused(draft: Path) -> None:
     scoring.delete(None, "poetry")
     offer(scoring, [training_record(1, created=99.0)])
     scoring.delete(None, late.topic)
-    offer(scoring, [late, training_record(2, created=101.0)])
+    offer(scoring, [late, training_record(2, created=106.0)])
     table = scoring.table()
     assert (table.waiting, table.offered, table.refused) == (1, 3, 1)
 
@@ -432,3 +432,93 @@ def test_an_added_expert_is_scored_from_the_prior_on(
     assert again.add_expert("geo", "general")
     again.restore(json.loads(json.dumps(scoring.export())))
     assert again.table().acceptance == table.acceptance
+
+
+def test_trials_are_followed_while_a_permit_is_waited_for(draft: Path) -> None:
+    now, status = [0.0], [TopicStatus(candidate=1)]
+    scoring = ScoringLoop(
+        settings_of(draft),
+        clock=lambda: now[0],
+        sleep=lambda _: None,
+        stopped=lambda: now[0] > 60.0,
+    )
+    offer(scoring, [training_record(0)])
+    seen: dict[float, tuple[str, ...]] = {}
+    asked: list[float] = []
+
+    class Busy(_Initial):
+        def topic_status(self) -> dict[str, TopicStatus]:
+            asked.append(now[0])
+            return {"sql": status[0]}
+
+        def acquire_permit(self) -> bool:
+            return False
+
+        def until_idle(self) -> None:
+            now[0] += 0.5
+            if now[0] == 30.0:
+                status[0] = TopicStatus()
+            seen[now[0]] = scoring.table().on_trial
+
+    with pytest.raises(Stopped):
+        scoring.run_once(Busy(), _UnusedEvaluator())
+    assert seen[30.0] == ("sql",)
+    assert seen[34.0] == seen[60.0] == ()
+    assert len(asked) <= 21  # the registry takes processor time too
+
+
+def test_what_an_expert_scored_before_its_weights_changed_is_dropped(draft: Path) -> None:
+    now, version, denied = [0.0], [0], [False]
+    scoring = ScoringLoop(settings_of(draft), clock=lambda: now[0], sleep=lambda _: None)
+    offer(scoring, [training_record(n) for n in range(4)])
+
+    class Changing(_Initial):
+        def versions(self) -> dict[str, int]:
+            return dict.fromkeys(EXPERTS, version[0])
+
+        def weights(self, topic: str) -> Any:  # noqa: ARG002 - the protocol's
+            return version[0], None
+
+        def acquire_permit(self) -> bool:
+            denied[0] = not denied[0] and now[0] == 5.0
+            return not denied[0]
+
+        def until_idle(self) -> None:
+            now[0] += 10.0
+            version[0] = 1
+
+    class Slow(_UnusedEvaluator):
+        def score(self, *given: Any) -> list[float]:
+            _, _, records, before_batch = given
+            now[0] = max(now[0], 5.0)
+            before_batch()
+            return [0.5] * len(records)
+
+    assert scoring.run_once(Changing(), Slow())
+    table = scoring.table()
+    assert (table.scores, table.versions) == (0, dict.fromkeys(EXPERTS, 1))
+    assert not scoring._resting
+    for _ in EXPERTS:
+        assert scoring.run_once(Changing(), Slow())
+    assert scoring.table().scores == 8
+
+
+def test_an_expert_whose_weights_cannot_be_had_rests_and_the_others_go_on(draft: Path) -> None:
+    now = [0.0]
+    scoring = ScoringLoop(settings_of(draft), clock=lambda: now[0], sleep=lambda _: None)
+    offer(scoring, [training_record(n) for n in range(4)])
+
+    class Lost(_Initial):
+        def weights(self, topic: str) -> Any:
+            return None if topic == "general" and not now[0] else (0, None)
+
+    class Half(_UnusedEvaluator):
+        def score(self, *given: Any) -> list[float]:
+            return [0.5] * len(given[2])
+
+    while scoring.run_once(Lost(), Half()):
+        pass
+    assert scoring.table().scores == 4
+    now[0] = settings_of(draft).rest_s
+    assert scoring.run_once(Lost(), Half())
+    assert scoring.table().scores == 8

@@ -355,10 +355,10 @@ def serving() -> Iterator[LocalServing]:
     serving.loop.close()
 
 
-def shard_stats(train: int, synthetic: int, used: float = 0.9) -> ShardStats:
+def shard_stats(train: int, synthetic: int, used: float = 0.9, record_bytes: int = 0) -> ShardStats:
     """Statistics of a shard; ``used`` is the share of the synthetic records' capacity."""
     splits: dict[Split, SplitStats] = {
-        "train": SplitStats(train, 0, 100),
+        "train": SplitStats(train, train * record_bytes, 100),
         "held_out": SplitStats(0, 0, 0),
         "synthetic": SplitStats(synthetic, int(100 * used), 100),
     }
@@ -406,6 +406,9 @@ def test_nothing_is_asked_without_a_permit_or_without_records(serving: LocalServ
     assert lacking({"sql": few, "math": full}, settings()) == ("sql", 1)
     assert lacking({"sql": few}, settings(), {"sql": 3}) == (None, 0)
     assert lacking({"sql": few, "math": shard_stats(100, 45)}, settings()) == ("math", 5)
+    for record_bytes, lacks in ((10, ("sql", 1)), (11, (None, 0))):
+        few = shard_stats(100, 49, used=0.9, record_bytes=record_bytes)
+        assert lacking({"sql": few}, settings()) == lacks
 
 
 def test_what_yields_is_counted_and_leaves_nothing(serving: LocalServing) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
@@ -24,8 +26,11 @@ from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.permits import Assignment, TopicProgress
 from paceline.actors.training.progress import LeaseRevoked, Stopped
 from paceline.actors.training.settings import DistillerSettings, Loss, ObjectiveSettings
+from paceline.actors.training.shares import Share
 from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.training_loop import TrainingLoop
+from paceline.actors.weights.canary import CanarySettings
+from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.flat_weights import flatten, unflatten
 
 NUMBERS = itertools.count()
@@ -554,3 +559,152 @@ def test_a_topic_that_comes_while_the_trainer_runs_is_taught(draft: Path, tmp_pa
     first = next(d for d in client.registry.history("geo") if d["outcome"] == "published")
     assert (first["version"], first["parent"]) == (2, 1)
     assert first["candidate_expected_acceptance"] > first["served_expected_acceptance"] + 0.2
+
+
+class Waits:
+    """Denies a permit once, in the midst of a round's stage, and a day may pass meanwhile."""
+
+    def __init__(self, draft: Path, client: LocalClient, stage: str, asks: int) -> None:
+        self.now, self.clock, self.hours = 0.0, Ticks(), 0.0
+        for shard in client.shards.values():
+            shard._clock = lambda: self.now
+        self.loop = TrainingLoop(
+            trainer_settings(draft, ("sql",), round_seconds=0.3, max_round_s=1e6),
+            client,
+            clock=self.clock,
+            sleep=lambda _seconds: None,
+        )
+        self.stage, self.left, self.waited = stage, asks, False
+        client.permitted = self.permitted
+        self.then: Callable[[], object] = lambda: None
+        self.learnt: list[list[ReplayRecord]] = []
+        candidate = self.loop.candidate("sql")
+        make_shares = candidate.make_shares
+
+        def spied(step: Sequence[Sequence[ReplayRecord]]) -> list[Share]:
+            if self.waited:
+                self.learnt += [list(batch) for batch in step]
+            return make_shares(step)
+
+        candidate.make_shares = spied  # type: ignore[method-assign]
+
+    def permitted(self) -> bool:
+        self.left -= self.loop.progress.state == self.stage
+        if self.left or self.waited:
+            return True
+        self.waited = True
+        self.clock.now += 3600.0 * self.hours + 1.5
+        self.now += 3600.0 * self.hours
+        self.then()
+        return False
+
+
+STAGES = [("training", 1), ("training", 8), ("evaluating", 1), ("evaluating", 4)]
+
+
+@pytest.mark.parametrize(("stage", "asks"), STAGES)
+def test_a_round_whose_records_were_purged_ends_and_lets_go_of_them(
+    draft: Path, tmp_path: Path, stage: str, asks: int
+) -> None:
+    client = filled(tmp_path)
+    waits = Waits(draft, client, stage, asks)
+    waits.then = lambda: client.shards["sql"].delete(None)
+    before = records_in_memory()
+    assert not waits.loop.run_round()
+    assert waits.waited
+    assert not waits.learnt
+    assert records_in_memory() == before
+    assert client.registry is not None
+    assert not client.registry.history("sql")
+    assert not waits.loop.run_round()
+    assert waits.loop.progress.state == "no new records"
+    for number in range(80):
+        client.shards["sql"].insert(encode(training_record(number, created=60.0)))
+    assert waits.loop.run_round()
+
+
+def records_in_memory() -> int:
+    gc.collect()
+    return sum(isinstance(found, ReplayRecord) for found in gc.get_objects())
+
+
+def test_the_purge_of_another_topic_ends_no_round(draft: Path, tmp_path: Path) -> None:
+    client = filled(tmp_path)
+    waits = Waits(draft, client, "training", 8)
+    waits.then = lambda: client.shards["general"].delete(None)
+    assert waits.loop.run_round()
+    assert waits.loop.progress.published == 1
+
+
+@pytest.mark.parametrize(("stage", "asks"), STAGES)
+def test_after_a_long_wait_a_round_goes_on_without_what_has_expired(
+    draft: Path, tmp_path: Path, stage: str, asks: int
+) -> None:
+    client, late = LocalClient(tmp_path), 20 * 3600.0
+    for number in range(120):
+        record = training_record(number, created=late * (number % 2))
+        client.shards["sql"].insert(encode(record))
+    waits = Waits(draft, client, stage, asks)
+    waits.hours = 25.0
+    before = client.stats()["sql"].records("held_out")
+    assert waits.loop.run_round()
+    assert waits.waited
+    assert bool(waits.learnt) == (stage == "training")
+    assert {record.created for batch in waits.learnt for record in batch} <= {late}
+    assert client.registry is not None
+    decision = client.registry.history("sql")[-1]
+    assert decision["outcome"] == "published"
+    assert decision["records"] == client.stats()["sql"].records("held_out") < before
+
+
+def test_a_round_of_which_all_has_expired_ends(draft: Path, tmp_path: Path) -> None:
+    client = filled(tmp_path)
+    waits = Waits(draft, client, "training", 8)
+    waits.hours = 25.0
+    assert not waits.loop.run_round()
+    assert not waits.learnt
+    assert waits.loop._topics.state("sql").backoff.failures == 1
+
+
+def test_of_a_step_that_was_put_together_nothing_expired_is_learnt(
+    draft: Path, tmp_path: Path
+) -> None:
+    client = filled(tmp_path)
+    waits = Waits(draft, client, "training", 10)
+    settings = waits.loop._settings
+    distiller = dataclasses.replace(settings.distiller, accumulation=4)
+    waits.loop = TrainingLoop(
+        dataclasses.replace(settings, distiller=distiller),
+        client,
+        clock=waits.clock,
+        sleep=lambda _seconds: None,
+    )
+    waits.hours = 25.0
+    asked: list[int] = []
+    waits.then = lambda: asked.append(waits.loop.progress.micro_steps)
+    waits.loop.run_round()
+    assert asked[0] % 4  # in the midst of a step
+    assert waits.loop.progress.micro_steps == asked[0]
+
+
+def test_the_stable_version_s_checkpoint_outlives_candidates_without_a_verdict(
+    draft: Path, tmp_path: Path
+) -> None:
+    client = filled(tmp_path, canary=CanarySettings(min_trial_s=0.0))
+    registry, folder = client.registry, tmp_path / "optimizer"
+    assert registry is not None
+    sure = GateSettings(min_gain=-1.0)
+    loop = make_loop(
+        trainer_settings(draft, ("sql",), gate=sure, optimizer_dir=str(folder), round_seconds=0.05),
+        client,
+    )
+    assert loop.run_round()
+    registry.report([DraftOutcome("sql", version, 20, 20 * version) for version in (0, 1)] * 9)
+    assert registry.stable_versions()["sql"] == 1
+    for candidate in (2, 3):  # without a request
+        client.shards["sql"].insert(encode(training_record(9_000 + candidate)))
+        assert loop.run_round()
+        status = registry.topic_status()["sql"]
+        assert (status.stable, status.candidate) == (1, candidate)
+        kept = sorted(path.name.partition("-")[0] for path in (folder / "sql").iterdir())
+        assert kept == ["1", str(candidate)]

@@ -247,6 +247,37 @@ def test_a_trial_in_which_one_slot_never_drafts_is_decided_for_the_other() -> No
     assert decided(candidate, failing)[0] is None  # a failure is not silence
 
 
+@pytest.mark.parametrize("period", [3, 10])
+@pytest.mark.parametrize("active", [CANDIDATE, STABLE])
+def test_a_slot_that_never_drafts_loses_against_one_that_drafts_rarely(
+    active: int, period: int
+) -> None:
+    canary, taken = Canary(CANDIDATE, STABLE, SETTINGS), []
+    for number in range(40 * period):
+        for version in (*[STABLE] * 3, CANDIDATE):
+            drafts = number % period == 0 and version == active
+            taken.append(canary.observe(outcome(version, HALF if drafts else 0, 20 * drafts)))
+    action = CanaryAction.PROMOTE if active == CANDIDATE else CanaryAction.ROLL_BACK
+    assert next(filter(None, taken)) is action
+
+
+@pytest.mark.parametrize("canary_share", [0.1, 0.5])
+@pytest.mark.parametrize("drafted", [0.05, 0.4])
+def test_equal_slots_that_draft_rarely_are_seldom_decided_by_that(
+    drafted: float, canary_share: float
+) -> None:
+    rng, decided, trials = np.random.default_rng(6), 0, 100
+    for _ in range(trials):
+        canary = Canary(CANDIDATE, STABLE, SETTINGS)
+        for _ in range(1_500):
+            version = CANDIDATE if rng.random() < canary_share else STABLE
+            rounds = 20 * (rng.random() < drafted)
+            if canary.observe(outcome(version, int(rng.binomial(rounds, 0.6)), rounds)):
+                break
+        decided += "reason" in canary.stats()
+    assert decided <= 0.02 * trials
+
+
 def test_slots_that_both_draft_rarely_are_compared_by_what_they_draft() -> None:
     """A controller that hardly drafts for a topic probes now and then, with either slot."""
     canary = Canary(CANDIDATE, STABLE, SETTINGS)

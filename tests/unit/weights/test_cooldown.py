@@ -244,6 +244,7 @@ def test_a_version_better_than_an_unproven_one_is_not_the_last_known_good(tmp_pa
     promoted(reg, 4.0, EVEN)
     promoted(reg, 5.0, EVEN)
     assert reg.history("sql")[-1]["restored_from"] == good
+    assert reg.history("sql")[-1]["reason"] == "3 versions since 1 were not shown to be better"
 
 
 def test_an_unreadable_last_known_good_version_is_replaced_by_the_stable_one(

@@ -334,3 +334,28 @@ def test_a_kill_at_any_moment_leaves_the_state_before_or_after(
         assert outcomes(registry(directory)) == outcomes(again)
         assert again.publish("sql", weights(5.0), {}) >= 3
         assert served(registry(directory))["sql@candidate"][1] == 5.0
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_kill_at_the_first_publication_makes_nothing_stable_without_a_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    """No manifest is there yet; one publication is cut off everywhere."""
+    for at in itertools.count():
+        directory = tmp_path / str(at)
+        try:
+            with monkeypatch.context() as patch:
+                dying(patch, at, after=after)
+                publishes(registry(directory))
+        except Killed:
+            pass
+        else:
+            assert at > 3
+            return
+        again = registry(directory)
+        now, announced = served(again), "published" in outcomes(again)
+        assert now == ({"sql@candidate": (1, 9.0)} if announced else {})
+        assert again._store.state("sql").last_known_good == 0
+        report(again, {0: GOOD, 1: BAD})
+        assert again.stable_versions()["sql"] == 0
+        assert again.publish("sql", weights(5.0), {}) == 1 + announced
