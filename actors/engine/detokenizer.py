@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\ufffd"  # in place of bytes that are no character
 _MIN_PREFIX, _MAX_PREFIX = 4, 32  # tokens of the prompt that the answer is decoded behind
 _MAX_INCOMPLETE = 3  # tokens that may be part of a character, which has at most 4 bytes
+_MAX_PENDING = 16  # tokens without text, all of which a stream decodes again at each step
 
 
 @lru_cache(maxsize=8)
@@ -33,6 +35,10 @@ def special_tokens(backend: Tokenizer) -> Mapping[int, str]:
 def _common_prefix_length(one: str, other: str) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _behind(shown: str, text: str) -> str:
+    return text[_common_prefix_length(shown, text) :]
 
 
 class _PrefixDecoder:
@@ -101,6 +107,7 @@ class _SpecialStopMatcher:
     def __init__(self, stops: Iterable[str], special: Mapping[int, str]) -> None:
         self.stops = [stop for stop in stops if any(text in stop for text in special.values())]
         self.special = special if self.stops else {}
+        self._partial = PartialStops(self.stops)
         self._text = ""
         self._hidden: list[tuple[int, int]] = []  # offset and length of each special token
 
@@ -117,7 +124,7 @@ class _SpecialStopMatcher:
 
     def releasable(self) -> int:
         """Return the length of the visible text that is no start of a stop string."""
-        return self._visible(len(self._text) - partial_stop_length(self._text, self.stops))
+        return self._visible(len(self._text) - self._partial.length(self._text))
 
     def _visible(self, end: int) -> int:
         return end - sum(min(size, end - at) for at, size in self._hidden if at < end)
@@ -129,18 +136,28 @@ def find_stop(text: str, stops: Sequence[str], before: int) -> tuple[int, int] |
     return min(((at, at + size) for at, size in found if at >= 0), default=None)
 
 
-def partial_stop_length(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the longest suffix of ``text`` that may start a stop string."""
-    return max((_partial_length(text, stop) for stop in stops), default=0)
+class PartialStops:
+    """Finds what may be the start of a stop string at the end of a text.
 
+    It looks once from each place where one may start, however many they are.
+    """
 
-def _partial_length(text: str, stop: str) -> int:
-    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while at >= 0:
-        if stop.startswith(text[at:]):
-            return len(text) - at
-        at = text.find(stop[0], at + 1)
-    return 0
+    def __init__(self, stops: Collection[str]) -> None:
+        """Take non-empty strings, perhaps none."""
+        self._stops = sorted(stops)
+        self._longest = max(map(len, stops), default=1)
+        first = "".join({re.escape(stop[0]) for stop in stops})
+        self._first = re.compile(f"[{first}]" if first else "(?!)")
+
+    def length(self, text: str) -> int:
+        """Return the length of the longest suffix of ``text`` that may start a stop string."""
+        for found in self._first.finditer(text, max(0, len(text) - self._longest + 1)):
+            suffix = text[found.start() :]
+            # Longer strings that start with it follow it in the order.
+            at = bisect.bisect_right(self._stops, suffix)
+            if at < len(self._stops) and self._stops[at].startswith(suffix):
+                return len(suffix)
+        return 0
 
 
 class IncrementalDetokenizer:
@@ -176,15 +193,18 @@ class IncrementalDetokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._skips = skip_special_tokens
         self._include_stop = include_stop
-        special = special_tokens(self._backend) if skip_special_tokens else {}
+        self._special = special = special_tokens(self._backend) if skip_special_tokens else {}
         self._prefix = _PrefixDecoder(self._backend, prompt, special)
         self._stream = self._decode_stream(self._prefix.token_ids)
-        self._strip_next = self._prefix.incomplete  # the first text contains the prefix's end
+        self._pending: list[int] = []  # tokens whose text the stream has not returned
+        self._strip: Callable[[str], str] | None = None  # removes what is shown of their text
+        if self._prefix.incomplete:  # the first text contains the prefix's end
+            self._pending, self._strip = [*self._prefix.token_ids], self._prefix.strip
         self._special_stops = _SpecialStopMatcher(stops, special)
         self._stops = tuple(stop for stop in stops if stop not in self._special_stops.stops)
+        self._partial_stops = PartialStops(self._stops)
         self._has_stops = bool(stops)
         self._tokens: list[int] = []
-        self._num_decoded = 0  # tokens whose text the stream has returned
         self._starts: list[int] = []  # offset of each token's text
         self._decoded = ""
         self._released = sent_chars
@@ -200,6 +220,11 @@ class IncrementalDetokenizer:
         """
         self._tokens.append(token)
         self._starts.append(len(self._decoded))
+        if token in self._special:  # it has no text; the stream would decode it again and again
+            if special := self._special_stops.special.get(token):
+                self._cut(self._special_stops.append(special, hidden=True), may_stop)
+            return
+        self._pending.append(token)
         try:
             piece = self._stream.step(self._backend, token)
         except Exception:  # the tokenizers library has no narrower one
@@ -208,21 +233,45 @@ class IncrementalDetokenizer:
             # not decoded as the first of a text.
             self._stream = self._decode_stream([token])
             piece = self._stream.step(self._backend, token)
-        if piece and self._strip_next:
-            piece, self._strip_next = self._prefix.strip(piece), False
         if piece:
-            if self._num_decoded < len(self._tokens) - 1:
+            if self._strip is not None:
+                piece, self._strip = self._strip(piece), None
+            if len(self._pending) > 1:
                 self._set_start(token, piece)
-            self._num_decoded = len(self._tokens)
+            self._pending = []
             self._extend(piece, may_stop)
-        elif special := self._special_stops.special.get(token):
-            self._cut(self._special_stops.append(special, hidden=True), may_stop)
+        elif len(self._pending) > _MAX_PENDING:
+            self._pass_on_broken(may_stop)
 
     def _decode_stream(self, token_ids: list[int]) -> DecodeStream:
         return DecodeStream(ids=token_ids, skip_special_tokens=self._skips)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._backend.decode(token_ids, skip_special_tokens=self._skips))
+
+    def _pending_text(self) -> str:
+        text = self._decode(self._pending)
+        return text if self._strip is None else self._strip(text)
+
+    def _pass_on_broken(self, may_stop: bool) -> None:
+        """Pass on the text of bytes that are no character, but for its end, which may become one.
+
+        The last tokens, among them all of an incomplete character, start a new stream.
+        """
+        text = self._pending_text()
+        if not text.endswith(_REPLACEMENT):
+            return
+        last = self._pending[-_MAX_INCOMPLETE - 1 :]
+        shown = self._decode(last)
+        self._stream = self._decode_stream(last)
+        if shown.endswith(_REPLACEMENT):
+            text, shown = text[:-1], shown[:-1]
+            self._pending, self._strip = last, partial(_behind, shown)
+        else:  # bytes before them spoiled them, in a decoder that joins bytes
+            self._pending, self._strip = [], None
+        self._extend(text, may_stop)
+        if self._pending:  # the end of the token's text is yet to come
+            self._starts[-1] = len(self._decoded)
 
     def _set_start(self, token: int, piece: str) -> None:
         """Set the start of a token whose text comes with that of broken bytes before it."""
@@ -270,10 +319,10 @@ class IncrementalDetokenizer:
             if whole.startswith(self._decoded):
                 self._extend(whole[len(self._decoded) :])
             else:
-                self._extend(self._decode(self._tokens[self._num_decoded :]))
+                self._extend(self._pending_text())
         end = len(self._decoded)
         if not (last or self.stopped):
-            end -= partial_stop_length(self._decoded, self._stops)
+            end -= self._partial_stops.length(self._decoded)
             if self._special_stops.stops:
                 end = min(end, self._special_stops.releasable())
         # Partial stop strings are held back, so the end never moves back; max() states it.

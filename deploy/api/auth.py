@@ -45,7 +45,7 @@ def authorize(request: Request, what: str, *, keyed: bool) -> None:
         ApiError: 403; 415 for a content type that a page of another site can send without CORS.
     """
     host = request.client.host if request.client is not None else ""
-    is_local = is_loopback(host) and is_loopback(request.url.hostname or "")
+    is_local = is_loopback(host) and is_loopback(request.base_url.hostname or "")
     is_local = is_local and not any(name in request.headers for name in _PROXY_HEADERS)
     if not (is_local or keyed):
         raise forbidden(
@@ -143,7 +143,8 @@ class ApiKeyMiddleware:
     Args:
         app: the application.
         keys: the valid ones, at least one.
-        open_paths: paths that need no key; one that ends in a slash includes all below it.
+        open_paths: paths that need no key; one that ends in a slash includes all below it, but
+            for the root, which is itself alone.
     """
 
     def __init__(self, app: ASGIApp, keys: Collection[ApiKey], open_paths: Collection[str]) -> None:
@@ -164,7 +165,5 @@ class ApiKeyMiddleware:
         await self._app(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
-        return any(
-            path == open_path or (open_path.endswith("/") and path.startswith(open_path))
-            for open_path in self._open_paths
-        )
+        folders = tuple(open_path for open_path in self._open_paths if open_path[1:].endswith("/"))
+        return path in self._open_paths or path.startswith(folders)

@@ -66,7 +66,7 @@ def grammar_source(
     if response_format is not None and response_format.type == "json_object":
         found.append((format_field, "json", {"type": "object"}))
     if response_format is not None and response_format.json_schema is not None:
-        schema = response_format.json_schema.json_schema
+        schema = response_format.json_schema.json_schema or {}
         found.append((schema_field, "json", schema))
     if options.structured_outputs is not None:
         kind, source = options.structured_outputs.constraint

@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.actors.engine.grammar import tokenizer_json
 from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest
@@ -231,6 +232,7 @@ class Ingress:
             self._drain_state.ensure_polling()
         if self._settings.ui:
             add_page(api)
+        api.add_middleware(ErrorMiddleware)
         if keys := self._settings.api_keys:
             open_paths = ["/health", _LISTENS, *OPEN_PATHS]
             if self._settings.metrics == "open":
@@ -244,7 +246,7 @@ class Ingress:
                 allow_headers=["*"],
                 expose_headers=["Retry-After"],
             )
-        for kind in (ApiError, HTTPException, Exception):
+        for kind in (ApiError, HTTPException, Exception):  # the last one outside of all middleware
             api.add_exception_handler(kind, handle_error)
         return api
 
@@ -412,10 +414,17 @@ class Ingress:
                 answers = await complete_all(self._generation, requests, self._failover)
             self._recent_traffic.record_all(requests, answers)
             builder = self._responses_builder(context, parsed)
-            if builder is not None:
+
+            def body() -> bytes:
+                if builder is None:
+                    return response_body(context, answers)
                 builder.add(answers[0])
-            body = response_body(context, answers) if builder is None else builder.body()
-            return Response(body, media_type="application/json")
+                return builder.body()
+
+            # Log-probabilities take a while: other streams go on meanwhile.
+            has_logprobs = {options.num_logprobs, options.num_prompt_logprobs} != {None}
+            whole = await asyncio.to_thread(body) if has_logprobs else body()
+            return Response(whole, media_type="application/json")
 
     def _for_key(self, request: GenerationRequest, key: ApiKey | None) -> GenerationRequest:
         """The request within what its API key shares with others."""
@@ -482,10 +491,38 @@ def _id_prefix(parsed: ParsedRequest) -> str:
     return "chatcmpl-" if parsed.chat else "cmpl-"
 
 
+class ErrorMiddleware:
+    """ASGI middleware that answers a request which failed unexpectedly.
+
+    It is inside of CORS's, so that pages of other sites can read the error.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception as error:
+            if started or scope["type"] != "http":
+                raise
+            response = await handle_error(Request(scope), error)
+            await response(scope, receive, send)
+
+
 async def handle_error(request: Request, error: Exception) -> Response:
     """The response to any exception, in OpenAI's error shape."""
     if isinstance(error, HTTPException):
-        text = f"{error.detail}: {request.method} {request.url.path}"
+        # Not of `request.url`, which is read with its query: that may be any bytes.
+        text = f"{error.detail}: {request.method} {request.scope['path']}"
         error = ApiError(error.status_code, text)
     elif isinstance(error, ClientDisconnect):
         error = ApiError(CLIENT_GONE, "The client went away.")

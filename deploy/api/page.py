@@ -10,7 +10,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 FOLDER = Path(__file__).parents[1] / "ui"
-OPEN_PATHS = ("/ui", "/ui/")
+OPEN_PATHS = ("/", "/ui", "/ui/")
 # The system's table of types, which Python uses, may be wrong or empty.
 _TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
+
 from paceline.actors.engine import compatibility
 from paceline.actors.engine.detokenizer import IncrementalDetokenizer
 from paceline.deploy.api.request_schemas import (
@@ -241,8 +243,8 @@ def _template_call(call: ToolCall) -> dict[str, Any]:
     """A tool call as chat templates read it, its arguments an object where they are JSON."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
-        with suppress(ValueError):
-            arguments = json.loads(arguments or "{}")
+        with suppress(ValueError):  # of half a surrogate pair too, which no tokenizer encodes
+            arguments = from_json(arguments or "{}")
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ from paceline.deploy.api.tools import RequestTools, request_tools
 from paceline.deploy.errors import CLIENT_GONE, ApiError, invalid_value
 
 MAX_BODY_BYTES = 8 * 2**20
+MAX_PROMPT_ENTRIES = 2**18  # log-probabilities of prompts in a response, about 70 bytes each
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 # What each endpoint of conversations calls messages, the answer's format, and a schema in there.
 _CHAT_FIELDS = ("messages", "response_format", "response_format.json_schema.schema")
@@ -50,6 +51,7 @@ DRAFT_AUTO = "auto"
 GREEDY_TEMPERATURE = 1e-5
 MIN_TOP_P = 1e-6  # keeps the most probable token alone, and is above zero in float32
 _LARGE_BODY_BYTES = 64 * 2**10
+_MAX_PROBLEMS = 1000  # of a body that are looked through for the first: each takes microseconds
 
 ResultT = TypeVar("ResultT")
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -145,6 +147,7 @@ class RequestParser:
             )
             for prompt in prompts
         ]
+        check_prompt_entries(options, prompts)
         texts = [self._encoder.decode(p) for p in prompts]
         echoes = map(self._encoder.echo, options.prompts, prompts) if options.echo else ()
         grammar = grammar_source(options)
@@ -191,6 +194,7 @@ class RequestParser:
         limit = resolve_max_tokens(
             *length, len(prompt), self._context_length, messages, capped=capped
         )
+        check_prompt_entries(options, [prompt])
         return ParsedRequest(
             self._shows_calls(options, tools),
             [prompt],
@@ -279,7 +283,10 @@ def parse_json(
 
 def _api_error(error: ValidationError, code: str | None) -> ApiError:
     """The first problem that pydantic found, in OpenAI's error shape."""
-    problems = error.errors(include_url=False)
+    if (count := error.error_count()) > _MAX_PROBLEMS:
+        text = f"The body has {count} fields that are unknown or have invalid values."
+        return ApiError(400, text, code=code or "invalid_value")
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
     # Every branch of a union reports a problem; the deepest one is the branch that was meant.
     first = max(
         (p for p in problems if p["loc"][:3] == problems[0]["loc"][:3]), key=lambda p: len(p["loc"])
@@ -357,6 +364,30 @@ def _check_prompt_logprobs(options: GenerationOptions) -> None:
         raise ApiError(400, text, param="prompt_logprobs", code="unsupported_value")
     if options.max_tokens == 0 and not (options.echoes or options.prompt_logprobs is not None):
         raise invalid_value("max_tokens", "0 needs echo or prompt_logprobs")
+
+
+def check_prompt_entries(options: GenerationOptions, prompts: Sequence[Sequence[int]]) -> None:
+    """Refuse more log-probabilities of prompts than a response may have.
+
+    Args:
+        options: the request's fields.
+        prompts: token ids of every prompt.
+
+    Raises:
+        ApiError: 400 naming ``prompt_logprobs``, or ``logprobs`` if those of an echo are too many.
+    """
+    wanted = options.num_prompt_logprobs
+    if wanted is None:
+        return
+    times = 1 if isinstance(options, ChatCompletionRequest) else options.num_choices
+    count = sum(map(len, prompts)) * times * (wanted + 1)
+    if count > MAX_PROMPT_ENTRIES:
+        param = "logprobs" if options.prompt_logprobs is None else "prompt_logprobs"
+        reason = (
+            f"the prompts' tokens, times n, times {wanted + 1} entries for each, are {count}, "
+            f"more than the {MAX_PROMPT_ENTRIES} that a response may have"
+        )
+        raise invalid_value(param, reason)
 
 
 def check_model(requested: str, model_name: str) -> None:

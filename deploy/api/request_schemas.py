@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -65,12 +65,18 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def _null_as(default: Any) -> BeforeValidator:
+ItemT = TypeVar("ItemT")
+# A list of a request. It is refused at its first bad item: an error for each one of a large body
+# would take gigabytes, and minutes of the event loop.
+Items = Annotated[list[ItemT], Field(fail_fast=True)]
+
+
+def null_as(default: Any) -> BeforeValidator:
     """Read null as the default: some clients send it for fields that are not set."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
-Flag = Annotated[bool, _null_as(False)]
+Flag = Annotated[bool, null_as(False)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
 
 
@@ -89,7 +95,7 @@ class Speculative(RequestModel):
     ``off``.
     """
 
-    draft: Annotated[str, _null_as("auto")] = "auto"
+    draft: Annotated[str, null_as("auto")] = "auto"
     num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | None = None
 
 
@@ -98,7 +104,7 @@ class StructuredOutputs(RequestModel):
 
     json_schema: str | dict[str, Any] | bool | None = Field(default=None, alias="json")
     regex: Annotated[str, Field(min_length=1)] | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[Items[str], Field(min_length=1)] | None = None
     grammar: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
@@ -121,7 +127,7 @@ class JsonSchema(RequestModel):
 
     name: str | None = None
     description: str | None = None
-    json_schema: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
@@ -158,19 +164,17 @@ class SamplingOptions(RequestModel):
     )
     logit_bias: dict[int, float] | None = None
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     stop_token_ids: (
         Annotated[
-            list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=MAX_STOP_TOKENS)
+            Items[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=MAX_STOP_TOKENS)
         ]
         | None
     ) = None
     min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] | None = None
     ignore_eos: Flag = False
     stream: bool | None = None
-    speculative: Annotated[Speculative, _null_as(Speculative())] = Field(
-        default_factory=Speculative
-    )
+    speculative: Annotated[Speculative, null_as(Speculative())] = Field(default_factory=Speculative)
     store: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: Flag = False
@@ -357,7 +361,7 @@ class FunctionCall(RequestModel):
     """The function that an assistant called, with its arguments in JSON."""
 
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: Annotated[str | dict[str, Any], null_as("{}")] = "{}"
     parsed_arguments: Any = None  # OpenAI's client sends back what it read of them
 
 
@@ -365,7 +369,7 @@ class ToolCall(RequestModel):
     """A call in an assistant's turn."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Annotated[Literal["function"], null_as("function")] = "function"
     function: FunctionCall
     index: int | None = None
 
@@ -377,9 +381,9 @@ class ChatMessage(RequestModel):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[TextPart] | None, Field(validate_default=True)] = None
+    content: Annotated[str | Items[TextPart] | None, Field(validate_default=True)] = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -387,7 +391,7 @@ class ChatMessage(RequestModel):
     parsed: Any = None  # OpenAI's client sends back what it read of the content
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[Items[Any], Field(max_length=0)] | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -495,7 +499,7 @@ def _checked_tools(tools: list[Tool]) -> list[Tool]:
     return tools
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS), AfterValidator(_checked_tools)]
+Tools = Annotated[Items[Tool], Field(max_length=MAX_TOOLS), AfterValidator(_checked_tools)]
 
 
 def check_tool_choice(choice: str | None, names: Collection[str], *, named: bool) -> None:
@@ -535,7 +539,7 @@ class ChatTemplateOptions(RequestModel):
 class ChatCompletionRequest(GenerationOptions, ChatTemplateOptions):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -583,7 +587,7 @@ class TokenizeRequest(ChatTemplateOptions):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[
-        Annotated[list[ChatMessage], Field(min_length=1)] | None, Field(validate_default=True)
+        Annotated[Items[ChatMessage], Field(min_length=1)] | None, Field(validate_default=True)
     ] = None
     tools: Tools | None = None
     return_token_strs: Flag = False
@@ -602,4 +606,4 @@ class DetokenizeRequest(RequestModel):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=INT32_MAX)]]
+    tokens: Items[Annotated[int, Field(ge=0, le=INT32_MAX)]]

@@ -67,7 +67,7 @@ def _top_logprob(name: TokenName, logprob: float) -> TopLogprob:
 
 
 def completion_logprobs(
-    chunk: GenerationChunk, names: TokenNames, shift: int, echo: EchoedPrompt | None
+    chunk: GenerationChunk, names: TokenNames, shift: int
 ) -> CompletionLogprobs | None:
     """Log-probabilities of a completion chunk; None if they were not requested.
 
@@ -75,17 +75,27 @@ def completion_logprobs(
         chunk: of the engine.
         names: token texts.
         shift: start of the answer in the choice's text, in characters.
-        echo: the prompt if this chunk's text starts with it.
     """
     if chunk.logprobs is None:
         return None
-    items: list[tuple[int, TokenLogprob | None, int]] = [
-        (token_id, entry, shift + entry.text_offset)
-        for token_id, entry in zip(chunk.token_ids, chunk.logprobs, strict=True)
-    ]
-    if echo is not None:
-        of_prompt = (None, *(chunk.prompt_logprobs or ()))
-        items = [*zip(echo.token_ids, of_prompt, echo.text_offsets, strict=True), *items]
+    offsets = [shift + entry.text_offset for entry in chunk.logprobs]
+    return _columns([*zip(chunk.token_ids, chunk.logprobs, offsets, strict=True)], names)
+
+
+def echo_logprobs(
+    chunk: GenerationChunk, names: TokenNames, echo: EchoedPrompt
+) -> CompletionLogprobs | None:
+    """Log-probabilities of a prompt that a chunk's text starts with; None if not requested."""
+    if chunk.logprobs is None:
+        return None
+    of_prompt = (None, *(chunk.prompt_logprobs or ()))
+    return _columns([*zip(echo.token_ids, of_prompt, echo.text_offsets, strict=True)], names)
+
+
+def _columns(
+    items: Sequence[tuple[int, TokenLogprob | None, int]], names: TokenNames
+) -> CompletionLogprobs:
+    """Log-probabilities of tokens, from id, entry and text offset of each."""
     return CompletionLogprobs(
         tokens=[_token_key(names.name(token_id)) for token_id, _, _ in items],
         token_logprobs=[
@@ -96,6 +106,19 @@ def completion_logprobs(
             for token_id, entry, _ in items
         ],
         text_offset=[offset for _, _, offset in items],
+    )
+
+
+def _joined(
+    one: CompletionLogprobs | None, other: CompletionLogprobs | None
+) -> CompletionLogprobs | None:
+    if one is None or other is None:
+        return one or other
+    return CompletionLogprobs(
+        tokens=one.tokens + other.tokens,
+        token_logprobs=one.token_logprobs + other.token_logprobs,
+        top_logprobs=one.top_logprobs + other.top_logprobs,
+        text_offset=one.text_offset + other.text_offset,
     )
 
 
@@ -288,6 +311,10 @@ def response_body(context: ResponseContext, chunks: Sequence[GenerationChunk]) -
     usage = UsageCounter(context)
     for index, chunk in enumerate(chunks):
         usage.add(index, chunk)
+    prompts = [
+        _prompt_part(context, index, chunks[index])
+        for index in range(0, len(chunks), context.num_choices)
+    ]
     parts = [
         (chunk.speculative, context.topic(index))
         for index, chunk in enumerate(chunks)
@@ -298,16 +325,46 @@ def response_body(context: ResponseContext, chunks: Sequence[GenerationChunk]) -
         object="chat.completion" if context.chat else "text_completion",
         created=context.created,
         model=context.model,
-        choices=[_choice(context, index, chunk) for index, chunk in enumerate(chunks)],
+        choices=[
+            _choice(context, index, chunk, prompts[index // context.num_choices])
+            for index, chunk in enumerate(chunks)
+        ],
         usage=usage.usage(),
         metrics=speculative_metrics(parts),
-        prompt_logprobs=_prompt_logprobs(context, 0, chunks[0]) if context.chat else None,
+        prompt_logprobs=prompts[0].entries if context.chat else None,
     )
     return response.model_dump_json().encode()
 
 
+@dataclass(frozen=True, slots=True)
+class _PromptPart:
+    """What answers say of their prompt; its choices share it.
+
+    Attributes:
+        text: that they repeat.
+        logprobs: of that text; None if not requested.
+        entries: vLLM's; None if not requested.
+    """
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    entries: PromptLogprobs | None
+
+
+def _prompt_part(context: ResponseContext, index: int, chunk: GenerationChunk) -> _PromptPart:
+    """The part of the prompt that a chunk, a choice's first one, comes with."""
+    echo, names = context.echo(index), context.names
+    return _PromptPart(
+        text="" if echo is None else echo.text,
+        logprobs=None if echo is None else echo_logprobs(chunk, names, echo),
+        entries=prompt_logprobs(chunk, context.prompt(index), names)
+        if context.prompt_logprobs
+        else None,
+    )
+
+
 def _choice(
-    context: ResponseContext, index: int, chunk: GenerationChunk
+    context: ResponseContext, index: int, chunk: GenerationChunk, prompt: _PromptPart
 ) -> CompletionChoice | ChatChoice:
     if context.chat:
         message, finish_reason = _message(context, index, chunk)
@@ -319,7 +376,7 @@ def _choice(
             token_ids=_token_ids(context, chunk),
             token_sources=token_sources(chunk, context.names),
         )
-    return _completion_choice(context, index, chunk, first=True)
+    return _completion_choice(context, index, chunk, prompt)
 
 
 def read_whole(syntax: ToolSyntax, chunk: GenerationChunk) -> list[Piece]:
@@ -353,27 +410,20 @@ def _finish_reason(chunk: GenerationChunk) -> str | None:
 
 
 def _completion_choice(
-    context: ResponseContext, index: int, chunk: GenerationChunk, *, first: bool
+    context: ResponseContext, index: int, chunk: GenerationChunk, prompt: _PromptPart | None
 ) -> CompletionChoice:
+    """A completion, or a chunk of one; ``prompt`` is what it says first, None if nothing."""
     echo = context.echo(index)
-    shift, echo = 0 if echo is None else len(echo.text), echo if first else None
+    logprobs = completion_logprobs(chunk, context.names, 0 if echo is None else len(echo.text))
     return CompletionChoice(
         index=index,
-        text=chunk.text if echo is None else echo.text + chunk.text,
-        logprobs=completion_logprobs(chunk, context.names, shift, echo),
+        text=chunk.text if prompt is None else prompt.text + chunk.text,
+        logprobs=logprobs if prompt is None else _joined(prompt.logprobs, logprobs),
         finish_reason=chunk.finish_reason,
-        prompt_logprobs=_prompt_logprobs(context, index, chunk),
+        prompt_logprobs=None if prompt is None else prompt.entries,
         token_ids=_token_ids(context, chunk),
         token_sources=token_sources(chunk, context.names),
     )
-
-
-def _prompt_logprobs(
-    context: ResponseContext, index: int, chunk: GenerationChunk
-) -> PromptLogprobs | None:
-    if not context.prompt_logprobs:
-        return None
-    return prompt_logprobs(chunk, context.prompt(index), context.names)
 
 
 def _token_ids(context: ResponseContext, chunk: GenerationChunk) -> list[int] | None:
@@ -476,7 +526,8 @@ def chunk_event(
             token_sources=token_sources(chunk, context.names),
         )
     else:
-        choice = _completion_choice(context, index, chunk, first=first)
+        prompt = _prompt_part(context, index, chunk) if first else None
+        choice = _completion_choice(context, index, chunk, prompt)
     stats = (
         None
         if chunk.speculative is None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation
 
 
 def _is_none(value: object) -> bool:
@@ -65,11 +66,12 @@ class CompletionLogprobs(_ResponseModel):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: SkipValidation[list[dict[str, float] | None]]  # choices share their prompt's
     text_offset: list[int]
 
 
-class PromptLogprob(_ResponseModel):
+@dataclass(slots=True)  # a model takes several times as long to build, and prompts have very many
+class PromptLogprob:
     """vLLM's entry of a token at a position of the prompt; the most probable has rank 1."""
 
     logprob: float
@@ -77,8 +79,8 @@ class PromptLogprob(_ResponseModel):
     decoded_token: str
 
 
-# By token id; None for the first token.
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
+# By token id; None for the first token. Not copied: the choices of a prompt share one list.
+PromptLogprobs = SkipValidation[list[dict[int, PromptLogprob] | None]]
 
 
 class TopLogprob(_ResponseModel):

@@ -28,6 +28,7 @@ from paceline.deploy.api.request_schemas import (
     FunctionDefinition,
     FunctionName,
     FunctionType,
+    Items,
     JsonSchema,
     NamedTool,
     RequestModel,
@@ -41,6 +42,7 @@ from paceline.deploy.api.request_schemas import (
     check_tool_choice,
     check_tools,
     choice_type,
+    null_as,
 )
 from paceline.deploy.errors import invalid_value
 
@@ -59,9 +61,9 @@ class ContentPart(RequestModel):
 class MessageItem(RequestModel):
     """A message; an answered one has ``id`` and ``status``."""
 
-    type: Literal["message"] = "message"
+    type: Annotated[Literal["message"], null_as("message")] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | Items[ContentPart]
     id: Any = None
     status: Any = None
     phase: Any = None
@@ -83,7 +85,7 @@ class FunctionCallOutputItem(RequestModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[ContentPart]
+    output: str | Items[ContentPart]
     id: Any = None
     status: Any = None
 
@@ -132,7 +134,7 @@ class TextFormat(JsonSchema):
 
     @model_validator(mode="after")
     def _one_schema(self) -> Self:
-        if (self.type == "json_schema") != ("json_schema" in self.model_fields_set):
+        if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("schema belongs to the type json_schema")
         return self
 
@@ -171,11 +173,11 @@ FunctionChoice = Annotated[
 class ResponsesRequest(SamplingOptions, ChatTemplateOptions):
     """``POST /v1/responses``."""
 
-    input: Annotated[list[InputItem], Field(min_length=1), BeforeValidator(_as_items)]
+    input: Annotated[Items[InputItem], Field(min_length=1), BeforeValidator(_as_items)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     stream_options: StreamOptions | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
@@ -185,7 +187,7 @@ class ResponsesRequest(SamplingOptions, ChatTemplateOptions):
     truncation: Any = None
     max_tool_calls: Any = None
     background: Any = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
@@ -68,9 +69,13 @@ async def sse_events(
             has_text = bool(deltas if context.chat else chunk.text)
             if has_text or chunk.finish_reason is not None or (chunk.token_ids and details):
                 delta = deltas[-1] if deltas else None
-                yield chunk_event(
-                    context, index, chunk, total(), first=index not in started, delta=delta
+                first = index not in started
+                event = partial(
+                    chunk_event, context, index, chunk, total(), first=first, delta=delta
                 )
+                # A prompt has many log-probabilities: other streams go on meanwhile.
+                large = chunk.prompt_logprobs is not None
+                yield await asyncio.to_thread(event) if large else event()
                 started.add(index)
     except ApiError as error:
         note_failure(error.status)

@@ -26,6 +26,8 @@ _HEAD = re.compile(
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 _LINE = re.compile(r"(?<=\n)[ \t]*(?=\{)")
 _FIRST_LINE = re.compile(r"\s*(?=\{)")
+# Objects without an end that are looked into for calls: each is read to the end of the answer.
+_MAX_UNCLOSED = 16
 _MAX_SPACE = 256  # between a tag and its object: a model may write nothing else for ever
 
 
@@ -150,6 +152,7 @@ class ToolCallParser:
         self._candidate: tuple[int, int] | None = None  # start and end of its opening in the rest
         self._scanner: _ObjectScanner | None = None
         self._sent: int | None = None  # end of the sent arguments in the rest
+        self._num_unclosed = 0  # objects that the answer's end left open and that are no calls
         self.num_calls = 0
         self.text_end: int | None = None
 
@@ -205,6 +208,8 @@ class ToolCallParser:
 
     def _find_opening(self) -> tuple[int, int] | None:
         """Start and end in the rest of what may open a call, white space before it left out."""
+        if self._num_unclosed == _MAX_UNCLOSED:
+            return None
         spans = []
         at = self._rest.find(self._form.tag)
         if at >= 0:
@@ -271,6 +276,7 @@ class ToolCallParser:
         if cut and self._begin(pieces, start):
             self._send_arguments(pieces)
             return False
+        self._num_unclosed += 1
         return self._refuse(pieces, start + 1)
 
     def _is_no_call(self, start: int) -> bool:

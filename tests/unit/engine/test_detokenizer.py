@@ -13,7 +13,7 @@ from tiny_models import TEXT, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from paceline.actors.engine.detokenizer import IncrementalDetokenizer, partial_stop_length
+from paceline.actors.engine.detokenizer import IncrementalDetokenizer, PartialStops
 
 TOKENIZER = tiny_tokenizer()
 
@@ -94,13 +94,33 @@ def test_special_tokens_have_text_where_they_are_not_skipped(
 
 @given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_the_longest_partial_stop_string_is_held_back(text: str, stops: list[str]) -> None:
-    size = partial_stop_length(text, stops)
+    size = PartialStops(stops).length(text)
     openings = [
         n
         for n in range(1, len(text) + 1)
         if any(stop.startswith(text[-n:]) and len(stop) > n for stop in stops)
     ]
     assert size == max(openings, default=0)
+
+
+class Counted(str):
+    """A stop string that counts how often texts are compared with its start."""
+
+    times = 0
+
+    def startswith(self, *arguments: Any) -> bool:
+        Counted.times += 1
+        return super().startswith(*arguments)
+
+
+def test_however_many_stop_strings_the_end_of_a_text_is_looked_at_once_from_each_place() -> None:
+    stops = [Counted("a" * 255 + chr(0x100 + i)) for i in range(128)]
+    text = IncrementalDetokenizer(TOKENIZER, stops)
+    for token in TOKENIZER.encode("a" * 300 + "b", add_special_tokens=False):
+        text.append(token)
+    Counted.times = 0
+    assert text.release() == "a" * 300 + "b"
+    assert Counted.times <= 255
 
 
 def byte_fallback_tokenizer() -> Any:
@@ -210,6 +230,83 @@ def test_any_bytes_are_decoded_behind_any_bytes(tokens: list[int], at: int) -> N
     common = takewhile(lambda pair: pair[0] == pair[1], zip(known, whole, strict=False))
     right = whole[len(list(common)) :]
     assert "".join(pieces_of("byte-level", tokens[:at], tokens[at:])) == right
+
+
+@cache
+def parts_tokenizer() -> Any:
+    """A byte-level tokenizer of parts of characters; tokens begin and end anywhere in them."""
+    text = "☕☕é😀é".encode()
+    parts = {text[at : at + size] for size in range(1, 6) for at in range(len(text) - size + 1)}
+    # As byte-level vocabularies write these bytes, all of which are above 0x7F.
+    names = ["".join(chr(b if b > 0xA0 else b + 162) for b in part) for part in sorted(parts)]
+    backend = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 999), min_size=1, max_size=4), st.integers(1, 20)),
+        max_size=5,
+    ),
+    st.integers(0, 3),
+)
+@settings(max_examples=300)
+def test_long_runs_of_broken_bytes_have_the_text_of_the_whole(
+    runs: list[tuple[list[int], int]], at: int
+) -> None:
+    tokenizer = parts_tokenizer()
+    tokens = [token % len(tokenizer) for unit, times in runs for token in unit * times]
+    known, whole = tokenizer.decode(tokens[:at]), tokenizer.decode(tokens)
+    common = takewhile(lambda pair: pair[0] == pair[1], zip(known, whole, strict=False))
+    text = IncrementalDetokenizer(tokenizer, prompt=tokens[:at])
+    shown = ""
+    for token in tokens[at:]:
+        text.append(token)
+        shown += text.release()
+    assert shown + text.release(last=True) == whole[len(list(common)) :]
+
+
+@pytest.mark.parametrize("unit", [b"\x98", b"\xe2", b"\xf0\x9f", b"\x98\x95\xe2"])
+@pytest.mark.parametrize("prompt", [[], [0, 0]])
+def test_broken_bytes_do_not_pile_up_behind_each_other(unit: bytes, prompt: list[int]) -> None:
+    """Every step decodes what is not yet text: without an end its work would be quadratic."""
+    tokenizer = parts_tokenizer()
+    name = "".join(chr(b if b > 0xA0 else b + 162) for b in unit)
+    tokens = [tokenizer.convert_tokens_to_ids(name)] * 200
+    text = IncrementalDetokenizer(tokenizer, ("x",), prompt=prompt)
+    shown = ""
+    for i, token in enumerate(tokens, 1):
+        text.append(token)
+        shown += text.release()
+        assert text.num_released() < i
+        assert len(shown) >= len(tokenizer.decode(tokens[: max(0, i - 17)])) - 1
+    text.release(last=True)
+    assert text.num_released() == len(tokens)
+
+
+def test_broken_bytes_that_a_decoder_joins_do_not_pile_up_and_hide_no_character() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    text = IncrementalDetokenizer(tokenizer, prompt=[256])
+    shown = ""
+    for i in range(200):
+        text.append(0xFF)
+        shown += text.release()
+        assert len(shown) >= i - 16
+    for token in (0x41, 256, *"😀é".encode(), 257):
+        text.append(token)
+        shown += text.release()
+    shown += text.release(last=True)
+    assert shown == "\ufffd" * 201 + " a😀éb"
+
+
+def test_special_tokens_without_text_do_not_pile_up() -> None:
+    text = IncrementalDetokenizer(tokenizer_of("strip"), prompt=[5])
+    for token in [0, 1] * 50:
+        text.append(token)
+        assert text._pending == []
+    text.append(4)
+    assert text.release(last=True) == " a"
 
 
 @pytest.mark.parametrize("kind", ["strip", "metaspace-always", "byte-level"])

@@ -11,11 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import Response
 from local_ingress import ingress_client
 from tiny_models import tiny_tokenizer
 
 from paceline.deploy.api.auth import api_keys, check_key
-from paceline.deploy.api.ingress import IngressSettings
+from paceline.deploy.api.ingress import Ingress, IngressSettings
 from paceline.deploy.cli.main import _banner
 from paceline.deploy.config.config import load_config
 from paceline.deploy.config.preflight import warnings
@@ -115,11 +116,12 @@ GUARDED = [
     ("GET", "/tokenizer_info"),
     ("GET", "/metrics"),
     ("GET", "/nothing"),
-    ("GET", "/"),
+    ("GET", "/index.html"),
     ("GET", "/uix"),
     ("GET", "/health/"),
 ]
 OPEN = [
+    ("GET", "/"),
     ("GET", "/health"),
     ("HEAD", "/health"),
     ("GET", "/ui"),
@@ -193,6 +195,30 @@ def test_pages_of_other_sites_call_the_api_only_where_their_origin_is_configured
     assert "Access-Control-Allow-Credentials" not in served.headers
     for answers in (send("https://b.example", cors_origins=(site,)), send(site)):
         assert not any(allow in answer.headers for answer in asyncio.run(answers))
+
+
+class Faulty(Ingress):
+    async def models(self) -> Response:
+        raise RuntimeError("a fault of the ingress")
+
+
+@pytest.mark.parametrize("site", ["https://a.example", "https://b.example"])
+def test_pages_of_other_sites_read_an_unexpected_error_too(
+    folder: Path, caplog: pytest.LogCaptureFixture, site: str
+) -> None:
+    async def send() -> httpx.Response:
+        more: Any = {"ingress_class": Faulty, "cors_origins": ("https://a.example",)}
+        async with ingress_client(IdleTarget(), folder, **more) as http:
+            return await http.get("/v1/models", headers={"Origin": site})
+
+    answer = asyncio.run(send())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    allowed = site if site == "https://a.example" else None
+    assert answer.headers.get("Access-Control-Allow-Origin") == allowed
+    (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "a fault of the ingress"
+    assert "in models" in caplog.text  # its traceback
 
 
 def test_the_page_can_be_left_out(folder: Path) -> None:

@@ -12,11 +12,18 @@ from typing import Any
 
 import httpx
 import pytest
-from local_ingress import CONTEXT_LENGTH, SchedulerHandle, ingress_client, wait_until_idle
+from local_ingress import (
+    CONTEXT_LENGTH,
+    SchedulerHandle,
+    application,
+    ingress_client,
+    wait_until_idle,
+)
+from starlette.types import Message
 from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.engine.target import TargetReplica
-from paceline.deploy.api import ingress, request_parser
+from paceline.deploy.api import ingress, request_parser, response_builder
 from paceline.deploy.api.actor_calls import BackgroundPoller
 from paceline.deploy.api.streaming import deadline_scope, with_deadline
 
@@ -127,6 +134,86 @@ def test_a_long_body_is_read_on_another_thread(
 
     assert asyncio.run(ask()) == [200, 400]
     assert threads == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "stays"),
+    [
+        ({}, True),
+        ({"logprobs": 1}, False),
+        ({"prompt_logprobs": 0}, False),
+        ({"logprobs": 0, "echo": True, "stream": True}, False),
+        ({"stream": True}, True),
+    ],
+)
+def test_log_probabilities_are_written_on_another_thread(
+    target: TargetReplica,
+    target_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    stays: bool,
+) -> None:
+    threads: list[bool] = []
+    part = response_builder._prompt_part
+
+    def watched(*arguments: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return part(*arguments)
+
+    monkeypatch.setattr(response_builder, "_prompt_part", watched)
+
+    async def ask() -> httpx.Response:
+        async with ingress_client(target, target_folder) as http:
+            body = {"model": "m", "prompt": "a b c", "max_tokens": 1} | fields
+            return await http.post("/v1/completions", json=body)
+
+    assert asyncio.run(ask()).status_code == 200
+    assert threads == [stays]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/paceline/drain", 403),
+    ],
+)
+def test_a_query_of_any_bytes_is_no_fault_of_the_server(
+    target: TargetReplica, target_folder: Path, method: str, path: str, status: int
+) -> None:
+    """Clients of httpx escape them."""
+    scope = {
+        "type": "http", "method": method, "path": path, "query_string": b"a=\xff\xfe",
+        "headers": [(b"host", b"x.example")], "server": ("127.0.0.1", 80), "scheme": "http",
+        "client": ("127.0.0.1", 1), "root_path": "",
+    }  # fmt: skip
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(application(target, target_folder)(scope, receive, send))
+    assert sent[0]["status"] == status
+    message = json.loads(sent[1]["body"])["error"]["message"]
+    assert status == 403 or message.endswith(f": {method} {path}")
+
+
+@pytest.mark.parametrize("field", ["prompt_logprobs", "logprobs"])
+def test_more_log_probabilities_of_prompts_than_a_response_may_have_are_refused(
+    target: TargetReplica, target_folder: Path, field: str
+) -> None:
+    async def ask() -> httpx.Response:
+        async with ingress_client(target, target_folder) as http:
+            body = {"model": "m", "prompt": [5] * 4000, "n": 4, "max_tokens": 1}
+            more = {field: 20, "echo": True}
+            return await http.post("/v1/completions", json=body | more)
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 def test_health_is_that_of_any_replica(

@@ -87,6 +87,16 @@ def test_arguments_that_are_no_json_are_passed_on_as_they_are(arguments: Any) ->
     assert json.dumps({} if arguments == "" else arguments) in said
 
 
+@pytest.mark.parametrize("template", [None, HERMES])
+@pytest.mark.parametrize("arguments", [r'{"path": "\ud800"}', r'{"\udfff": 1}', r'"\ud800"'])
+def test_arguments_with_half_a_character_are_passed_on_as_they_are(
+    template: str | None, arguments: str
+) -> None:
+    call = {"function": {"name": "ls", "arguments": arguments}}
+    said = prompt(USER, {"role": "assistant", "tool_calls": [call]}, template=template)
+    assert json.dumps(arguments) in said
+
+
 def test_reasoning_in_the_history_reaches_the_template() -> None:
     turn = {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
     assert prompt(USER, turn, template=SHOW) == "[user]hi[assistant]2+24[go]"

@@ -2,20 +2,24 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from paceline.actors.router.policy import Route
+from paceline.deploy.api.grammars import grammar_source
 from paceline.deploy.api.prompt_encoder import check_token_ids
 from paceline.deploy.api.request_parser import (
+    MAX_PROMPT_ENTRIES,
     check_draft,
+    check_prompt_entries,
     chose_length,
     engine_request,
     explicit_expert,
+    parse_json,
     parse_options,
     requested_max_tokens,
     resolve_max_tokens,
@@ -25,8 +29,12 @@ from paceline.deploy.api.request_schemas import (
     CONTEXT_LENGTH,
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
+    RequestModel,
     Speculative,
 )
+from paceline.deploy.api.responses_request import ResponsesRequest
+from paceline.deploy.api.topic_admin import AddTopicRequest
 from paceline.deploy.errors import ApiError
 
 EXPERTS = ("general", "math", "sql")
@@ -34,6 +42,13 @@ USER = {"role": "user", "content": "hi"}
 CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLING = {"role": "assistant", "tool_calls": [CALL]}
 FUNCTION = "messages.0.tool_calls.0.function"
+
+
+def subclasses(model: type[BaseModel]) -> set[type[BaseModel]]:
+    return {model}.union(*map(subclasses, model.__subclasses__()))
+
+
+REQUEST_MODELS = sorted(subclasses(RequestModel), key=lambda model: model.__name__)
 
 
 def tool(name: str = "f", **fields: Any) -> dict[str, Any]:
@@ -259,6 +274,28 @@ def test_a_missing_field_is_named(missing: str) -> None:
     assert (caught.value.param, caught.value.code) == (missing, "missing_required_parameter")
 
 
+@pytest.mark.parametrize(
+    ("asked", "times", "param"),
+    [
+        (completion(prompt_logprobs=3), 1, "prompt_logprobs"),
+        (completion(prompt_logprobs=3, n=8), 8, "prompt_logprobs"),
+        (completion(logprobs=3, echo=True, n=2), 2, "logprobs"),
+        (completion(logprobs=3, echo=True, prompt_logprobs=1), 1, "prompt_logprobs"),
+        (chat(prompt_logprobs=3, n=8), 1, "prompt_logprobs"),  # once for all choices
+    ],
+)
+def test_the_log_probabilities_of_prompts_have_a_limit(asked: Any, times: int, param: str) -> None:
+    most = MAX_PROMPT_ENTRIES // times // 4
+    check_prompt_entries(asked, [[1] * (most - 5), [1] * 5])
+    with pytest.raises(ApiError, match="times n, times 4 entries") as caught:
+        check_prompt_entries(asked, [[1] * (most - 5), [1] * 6])
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_without_log_probabilities_of_prompts_there_is_no_limit_to_them() -> None:
+    check_prompt_entries(completion(logprobs=3), [[1] * (MAX_PROMPT_ENTRIES + 1)])
+
+
 def test_another_model_is_not_found() -> None:
     with pytest.raises(ApiError) as caught:
         completion(model="gpt-9")
@@ -389,6 +426,31 @@ def test_null_is_the_default_inside_objects_too() -> None:
     assert asked.stream_options is not None
     assert asked.stream_options.include_usage is False
     assert asked.speculative == Speculative()
+
+
+@pytest.mark.parametrize("model", REQUEST_MODELS, ids=lambda model: model.__name__)
+def test_null_is_taken_for_the_optional_fields_of_every_object(model: type[BaseModel]) -> None:
+    for name, field in model.model_fields.items():
+        if not field.is_required():
+            kind: Any = Annotated[(field.annotation, name, *field.metadata)]
+            TypeAdapter(kind).validate_python(None)
+
+
+@pytest.mark.parametrize("kind", ["text", "json_object", "json_schema"])
+def test_a_schema_of_null_is_none(kind: str) -> None:
+    form: dict[str, Any] = {"type": kind, "name": None, "schema": None, "strict": None}
+    body = json.dumps({"model": "m", "input": "a", "text": {"format": form}}).encode()
+    if kind == "json_schema":
+        with pytest.raises(ApiError) as caught:
+            parse_options(body, ResponsesRequest, "m")
+        assert caught.value.param == "text.format"
+        asked = chat(response_format={"type": kind, "json_schema": {"name": "x", "schema": None}})
+    else:
+        asked = parse_options(body, ResponsesRequest, "m").chat_options()
+    bare: dict[str, Any] = {"type": kind}
+    if kind == "json_schema":
+        bare["json_schema"] = {"name": "x"}
+    assert grammar_source(asked) == grammar_source(chat(response_format=bare))
 
 
 def test_a_message_that_the_client_has_parsed_may_come_back() -> None:
@@ -548,6 +610,87 @@ def test_no_bytes_get_past_the_parser_unrefused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parse_options(body, ChatCompletionRequest, "paceline")
     assert caught.value.status == 400
+
+
+def sequences(schema: Any) -> Iterator[dict[str, Any]]:
+    """The lists, sets and tuples in a core schema of pydantic's, in unions and models too."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "set", "frozenset", "tuple", "generator"):
+            yield schema
+        for key, inner in schema.items():
+            if key not in ("metadata", "serialization"):
+                yield from sequences(inner)
+    elif isinstance(schema, list | tuple):
+        for inner in schema:
+            yield from sequences(inner)
+
+
+@pytest.mark.parametrize(
+    "model", [*REQUEST_MODELS, AddTopicRequest], ids=lambda model: model.__name__
+)
+def test_every_list_of_a_request_ends_at_its_first_bad_item_or_is_short(
+    model: type[BaseModel],
+) -> None:
+    for found in sequences(model.__pydantic_core_schema__):
+        assert found.get("fail_fast") or found.get("max_length") is not None, found
+
+
+def test_the_lists_of_requests_are_found() -> None:
+    lists = list(sequences(ChatCompletionRequest.__pydantic_core_schema__))
+    assert len(lists) >= 6  # messages, their parts, calls and annotations, tools, stop, ...
+
+
+BAD = 20_000
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "param"),
+    [
+        (ChatCompletionRequest, {"messages": [{}] * BAD}, "messages.0.role"),
+        (
+            ChatCompletionRequest,
+            {"messages": [USER | {"content": [{}] * BAD}]},
+            "messages.0.content.0.type",
+        ),
+        (
+            ChatCompletionRequest,
+            {"messages": [CALLING | {"tool_calls": [1] * BAD}]},
+            "messages.0.tool_calls.0",
+        ),
+        (
+            CompletionRequest,
+            {"prompt": "a", "structured_outputs": {"choice": [1] * BAD}},
+            "structured_outputs.choice.0",
+        ),
+        (ResponsesRequest, {"input": [1] * BAD}, "input.0"),
+        (
+            ResponsesRequest,
+            {"input": [{"role": "user", "content": [1] * BAD}]},
+            "input.0.content.0",
+        ),
+        (ResponsesRequest, {"input": "a", "include": [1] * BAD}, "include.0"),
+        (DetokenizeRequest, {"tokens": [""] * BAD}, "tokens.0"),
+    ],
+)
+def test_of_many_bad_items_the_first_is_named_and_the_others_are_no_errors(
+    model: Any, fields: dict[str, Any], param: str
+) -> None:
+    body = json.dumps({"model": "m"} | fields).encode()
+    with pytest.raises(ValidationError) as found:
+        model.model_validate_json(body)
+    assert found.value.error_count() <= 4  # of the union's branches, and an item's fields
+    with pytest.raises(ApiError) as caught:
+        parse_json(body, model)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("place", ["body", "metadata"])
+def test_a_body_of_many_bad_fields_is_refused_without_naming_them(place: str) -> None:
+    fields = {str(i): 1 for i in range(BAD)}
+    with pytest.raises(ApiError, match=f"has {BAD} fields") as caught:
+        chat(**(fields if place == "body" else {"metadata": fields}))
+    assert (caught.value.status, caught.value.code) == (400, "invalid_value")
+    assert len(str(caught.value)) < 100
 
 
 def test_a_stop_string_may_be_so_long() -> None:

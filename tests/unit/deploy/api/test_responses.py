@@ -37,7 +37,7 @@ from paceline.deploy.api.streaming import (
     sse_events,
     with_deadline,
 )
-from paceline.deploy.api.token_names import TokenNames
+from paceline.deploy.api.token_names import TokenName, TokenNames
 from paceline.deploy.errors import ApiError, internal
 
 STATS = SpeculativeStats("sql", 3, 4, 16, 6, (1, 1, 1, 1, 0), 0, 5, 4)
@@ -293,6 +293,38 @@ def test_an_echo_comes_before_the_answer_with_its_logprobs() -> None:
             str(A): {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
         },
     ]
+
+
+def test_log_probabilities_of_a_prompt_are_built_once_for_all_its_choices() -> None:
+    class Counting(TokenNames):
+        def __init__(self) -> None:
+            super().__init__(tiny_tokenizer())
+            self.asked = 0
+            self.name = self._counted  # type: ignore[assignment]
+
+        def _counted(self, token_id: int) -> TokenName:
+            self.asked += 1
+            return self._name(token_id)
+
+    prompts = [[A, B, C], [C, B, A]]
+    echoes = [
+        EchoedPrompt("abc", prompts[0], [0, 1, 2]),
+        EchoedPrompt("cba", prompts[1], [0, 1, 2]),
+    ]
+    other = tuple(reversed(PROMPT))
+    bodies, asked = {}, {}
+    for n in (1, 5):
+        names = Counting()
+        context = dataclasses.replace(
+            ECHO, prompts=prompts, echoes=echoes, names=names, num_choices=n, topics=["sql"] * 2
+        )
+        chunk = GenerationChunk("", (), "stop", STATS, logprobs=())
+        chunks = [dataclasses.replace(chunk, prompt_logprobs=p) for p in (PROMPT, other)]
+        whole = response_body(context, [each for each in chunks for _ in range(n)])
+        bodies[n], asked[n] = json.loads(whole)["choices"], names.asked
+    assert asked[5] == asked[1] > 0
+    for i, choice in enumerate(bodies[5]):
+        assert choice == bodies[1][i // 5] | {"index": i}
 
 
 def test_a_streamed_echo_comes_once_with_the_first_event() -> None:

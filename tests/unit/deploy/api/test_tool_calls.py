@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.deploy.api import tool_calls
 from paceline.deploy.api.tool_calls import (
     CallDelta,
     Piece,
@@ -100,6 +101,38 @@ def test_calls_in_llama_3_form(text: str, said: str, calls: list[WholeCall]) -> 
 )
 def test_what_is_no_call_is_text_to_the_last_character(form: ToolFormat, text: str) -> None:
     assert whole(form, text) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("form", "opening"),
+    [
+        (HERMES, '<tool_call>\n{"name": "add", '),
+        (HERMES, '<tool_call>\n{"name": "add", "arguments": "'),
+        (LLAMA3, '{"name": "add", '),
+    ],
+)
+@pytest.mark.parametrize("cut", [False, True])
+def test_of_objects_without_an_end_few_are_read_to_the_end(
+    form: ToolFormat, opening: str, cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scanners: list[tool_calls._ObjectScanner] = []
+
+    class Counted(tool_calls._ObjectScanner):
+        def __init__(self, start: int) -> None:
+            super().__init__(start)
+            scanners.append(self)
+
+    monkeypatch.setattr(tool_calls, "_ObjectScanner", Counted)
+    lines = [f"{opening}\n"] * 200
+    assert whole(form, "".join(lines), cut=cut) == ("".join(lines), [])
+    assert len(scanners) <= 17
+    assert collect(pieces(form, lines, cut=cut)) == ("".join(lines), [])
+    assert len(scanners) <= 2 * 17
+
+
+def test_a_few_objects_without_an_end_hide_no_call_behind_them() -> None:
+    bad = '<tool_call>{"name": "add", \n' * 8
+    assert whole(HERMES, f"{bad}<tool_call>{ADD}</tool_call>") == (bad.rstrip(), ONE)
 
 
 def test_a_bad_call_leaves_the_good_ones() -> None:
