@@ -625,7 +625,8 @@ def test_a_round_whose_records_were_purged_ends_and_lets_go_of_them(
 
 def records_in_memory() -> int:
     gc.collect()
-    return sum(isinstance(found, ReplayRecord) for found in gc.get_objects())
+    # Not isinstance: some modules warn of a look at their deprecated names.
+    return sum(type(found) is ReplayRecord for found in gc.get_objects())
 
 
 def test_the_purge_of_another_topic_ends_no_round(draft: Path, tmp_path: Path) -> None:
