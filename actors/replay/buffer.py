@@ -102,7 +102,7 @@ class ShardStats:
         expired_total: removed past retention.
         refused_total: invalid ones that came to the shard.
         refused_values_total: of these, because of impossible numbers.
-        left_out_total: requests that the rate limiter left without a record.
+        left_out_total: requests that left no record, see LeftOut.
         purges_total: calls that delete records, whether there were any.
         retained_from: creation, unix seconds, before which records are past retention.
     """

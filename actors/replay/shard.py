@@ -146,8 +146,8 @@ class ReplayShard:
 
         Args:
             data: the record.
-            left_out: requests of the topic since the last record that the rate limiter left
-                without one; they count as traffic.
+            left_out: requests of the topic since its last record that left none; they count as
+                traffic.
         """
         with self._lock:
             self._left_out += left_out

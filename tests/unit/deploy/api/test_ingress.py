@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -216,13 +216,25 @@ def test_more_log_probabilities_of_prompts_than_a_response_may_have_are_refused(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
+async def hang() -> None:
+    await asyncio.sleep(3600)
+
+
+async def cancel() -> None:
+    raise asyncio.CancelledError  # what Serve makes of a call that the replica has cancelled
+
+
+@pytest.mark.parametrize("fail", [hang, cancel])
 def test_health_is_that_of_any_replica(
-    target: TargetReplica, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+    fail: Callable[[], Awaitable[None]],
+    target: TargetReplica,
+    target_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ingress, "_HEALTH_TIMEOUT_S", 0.05)
 
-    class Hung:
-        """Hangs as often as it is configured to, and then another replica answers."""
+    class Failing:
+        """Fails as often as it is configured to, and then another replica answers."""
 
         def __init__(self, times: int) -> None:
             self.times, self.attempts = times, list[int]()
@@ -231,37 +243,18 @@ def test_health_is_that_of_any_replica(
         async def status(self, attempt: int = 0) -> dict[str, Any]:
             self.attempts.append(attempt)
             if attempt < self.times:
-                await asyncio.sleep(3600)
+                await fail()
             return {}
 
-    async def ask(replicas: Hung) -> int:
+    async def ask(replicas: Failing) -> int:
         async with ingress_client(replicas, target_folder) as http:
             return (await http.get("/health")).status_code
 
-    assert asyncio.run(ask(Hung(0))) == 200
-    assert asyncio.run(ask(Hung(1))) == 200
-    hung = Hung(99)
-    assert asyncio.run(ask(hung)) == 503
-    assert hung.attempts == [0, 1, 2]
-
-
-def test_a_replica_that_cancels_the_call_is_one_that_does_not_answer(
-    target: TargetReplica, target_folder: Path
-) -> None:
-    class Stopping:
-        def __init__(self, times: int) -> None:
-            self.times, self.generate = times, target.generate
-
-        async def status(self, attempt: int = 0) -> dict[str, Any]:
-            if attempt < self.times:
-                raise asyncio.CancelledError  # what Serve makes of it
-            return {}
-
-    async def ask(times: int) -> int:
-        async with ingress_client(Stopping(times), target_folder) as http:
-            return (await http.get("/health")).status_code
-
-    assert [asyncio.run(ask(times)) for times in (1, 99)] == [200, 503]
+    assert asyncio.run(ask(Failing(0))) == 200
+    assert asyncio.run(ask(Failing(1))) == 200
+    failing = Failing(99)
+    assert asyncio.run(ask(failing)) == 503
+    assert failing.attempts == [0, 1, 2]
 
 
 def test_a_cancelled_poll_is_a_failed_one() -> None:
