@@ -8,6 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.actors.engine.attention import ATTENTION_NAME
+from paceline.actors.processor import has_bfloat16
 from paceline.actors.weights.checkpoint import read_causal_lm
 from paceline.actors.weights.codes import attach_codes
 from paceline.actors.weights.target_ends import TargetEnds, share_ends
@@ -32,10 +33,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of auto, {', '.join(_DTYPES)}, not {dtype!r}")
         return _DTYPES[dtype]
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported()
-    else:
-        native = bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else has_bfloat16()
     return torch.bfloat16 if native else torch.float32
 
 

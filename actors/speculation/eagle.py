@@ -112,6 +112,8 @@ class EagleDecoder:
 
     def _head(self, draft: EagleDraft) -> _Head:
         ids = draft.get_buffer(VOCABULARY).long()
+        if int(ids.min()) < 0:  # torch would count from the end, and the kernels read what is there
+            raise IndexError("a token id of a draft's vocabulary is negative")
         codes = codes_of(self._ends.head)
         own = None if codes is None else codes.rows(ids.cpu())
         linear = StackedLinear(self._ends.head[ids][None], codes=[own])
@@ -195,11 +197,17 @@ class EagleDecoder:
         """
         kernels = self._stack.kernels
         assert kernels is not None
-        screened = all(expert in self._screens for expert in layout.experts)
+        ranks = {self._rank(expert) for expert in layout.experts}
+        screened = len(ranks) == 1 and 0 not in ranks
         plans = [self._plan(expert, screened) for expert in layout.experts]
         trunk = self._stack.plan(step, layout)
         embedding = self._ends.embedding
         return kernels.rollout(trunk, plans, embedding, token_ids, before, limits, ends)
+
+    def _rank(self, expert: int) -> int:
+        """Directions of an expert's screen; 0 without one."""
+        screen = self._screens.get(expert)
+        return 0 if screen is None else screen.basis.out
 
     def _plan(self, expert: int, screened: bool) -> EaglePlan:
         if (expert, screened) not in self._plans:

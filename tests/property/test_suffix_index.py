@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,6 +140,46 @@ def test_the_memory_of_all_topics_is_bounded(additions: list[tuple[str, int]]) -
     index = store.index(topic, "")
     assert index is not None
     assert size < 20 or index.find(context, 3) is not None
+
+
+def test_topics_that_come_when_the_memory_is_full_get_their_part_of_it() -> None:
+    store = SuffixStore(10.0, lambda: 0.0)
+    for number in range(16):
+        store.add(f"{number % 8}", "", "r", range(TOPIC_TOKENS // 2 + 1))
+    assert store.num_tokens == ALL_TOKENS
+    for number in range(20):
+        store.add("t", f"{number}", "r", [1, 2, 3])
+        assert store.num_tokens <= ALL_TOKENS
+
+
+def test_a_lower_limit_gives_memory_back() -> None:
+    def resident() -> int:
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    before, kept = resident(), []
+    for _ in range(32):
+        kept.append(SuffixIndex(TOPIC_TOKENS))
+        kept[-1].extend(range(TOPIC_TOKENS))
+        kept[-1].set_limit(LEAST_TOKENS)
+    assert resident() - before < 14 * 32 * TOPIC_TOKENS  # half of what they had
+
+
+def test_an_index_may_be_read_while_the_process_ends() -> None:
+    """As by a thread that does not know of it yet."""
+    code = f"""
+import atexit
+def late():
+    index.extend(range(9, 50_000))
+    print(index.find(index, 3))
+atexit.register(late)  # before all others, so it is called after them
+from {SuffixIndex.__module__} import SuffixIndex
+index = SuffixIndex(2**17)
+index.extend([*range(3000), *range(9)])
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
 
 
 @given(TEXTS, st.data())

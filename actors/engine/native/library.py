@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.actors.processor import cpuinfo
 from paceline.actors.weights.codes import GROUP, Codes, rounded
 
 logger = logging.getLogger(__name__)
@@ -272,12 +273,20 @@ class EaglePlan:
             head: ``[D, H]``; with a screen ``[D, R]``, of states in its basis.
             vocabulary: int64 ``[D]``, token ids of the head's rows.
             screen: basis ``[R, H]``, and ``[V, H]``, the rows of the exact head; all drafts of a
-                rollout have one, or none has.
+                rollout have one of the same R, or none has.
         """
         self._held = fuse, norm, head, vocabulary, screen
         self.struct = _Draft(fuse.struct, norm.data_ptr(), head.struct, vocabulary.data_ptr(), eps)
         if screen is not None:
             self.struct.basis, self.struct.rows = screen[0].struct, screen[1].data_ptr()
+
+
+def _fit(codes: Codes, weight: Tensor) -> bool:
+    """Whether codes are as many as a weight's: those of a folder may be another's."""
+    scales = 2 * (weight.numel() // GROUP)
+    wanted = weight.numel() * codes.bits // 8, scales, scales if codes.bits == 4 else 0
+    parts = codes.codes, codes.scales, codes.mins
+    return wanted == tuple(0 if part is None else part.nbytes for part in parts)
 
 
 def _pointers(plans: Sequence[LayerPlan] | Sequence[EaglePlan]) -> Any:
@@ -391,7 +400,7 @@ class Kernels:
         return int(self._codes_size(size, out, bits)) if self._reads_codes else 0
 
     def _coded(self, weight: Tensor, codes: Codes) -> Tensor | None:
-        if not self._codes_bytes(weight, codes.bits):
+        if not self._codes_bytes(weight, codes.bits) or not _fit(codes, weight):
             return None
         packed, exact = self._decoded(weight, codes)
         return packed if exact else None
@@ -690,8 +699,8 @@ def _build() -> Path:
     """
     files = [_SOURCE, *map(_SOURCE.with_name, _HEADERS)]
     texts = [file.read_text(encoding="utf-8") for file in files]
-    flags = [*_FLAGS, *_FLAGS_OF_VENDOR.get(_cpuinfo("vendor_id"), ())]
-    processor = f"{platform.machine()} {_cpuinfo('flags') or _cpuinfo('Features')}"
+    flags = [*_FLAGS, *_FLAGS_OF_VENDOR.get(cpuinfo("vendor_id"), ())]
+    processor = f"{platform.machine()} {cpuinfo('flags') or cpuinfo('Features')}"
     key = hashlib.sha256("\0".join([*texts, *flags, processor]).encode())
     folder = _folder()
     library = folder / f"kernels-{key.hexdigest()[:16]}.so"
@@ -721,10 +730,3 @@ def _folder() -> Path:
     if os.access(sys.prefix, os.W_OK):
         return Path(sys.prefix) / "var" / "paceline"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
-
-
-def _cpuinfo(field: str) -> str:
-    """Return what ``/proc/cpuinfo`` says of the first core, or nothing."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line for line in lines if line.startswith(field)), "").partition(":")[2].strip()

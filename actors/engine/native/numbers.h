@@ -81,7 +81,7 @@ inline float exponential(float x) {
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
-  const int32_t power = (static_cast<int32_t>(n) + 127) << 23;
+  const uint32_t power = (static_cast<uint32_t>(static_cast<int32_t>(n)) + 127u) << 23;
   float scale;
   std::memcpy(&scale, &power, sizeof scale);
   return y * scale;

@@ -172,8 +172,9 @@ class RolloutRun {
     });
     for (int64_t b = 0; b < f_.attention.batch; ++b) {
       if (ended_[b]) continue;
-      const int64_t bin = static_cast<int64_t>(r_.probs[b * r_.most + step] * r_.bins);
-      reach_[b] *= r_.acceptance[b * r_.bins + std::clamp<int64_t>(bin, 0, r_.bins - 1)];
+      const float at = r_.probs[b * r_.most + step] * r_.bins;  // may be NaN
+      const int64_t bin = at > 0.0f ? std::min(static_cast<int64_t>(at), r_.bins - 1) : 0;
+      reach_[b] *= r_.acceptance[b * r_.bins + bin];
       const bool stops = step > 0 && reach_[b] < r_.least[b];
       if (!stops) ++r_.counts[b];
       ended_[b] = stops || r_.counts[b] == r_.limits[b];

@@ -7,7 +7,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
+
+#include <string.h>
 
 namespace {
 
@@ -97,18 +100,17 @@ class Suffixes {
   }
 
   void resize(int64_t capacity) {
-    std::vector<int32_t> kept;
-    for (int64_t p = std::max(tail_, end_ - capacity); p < end_; ++p) kept.push_back(at(p));
-    std::fill(tokens_.begin(), tokens_.end(), kSeparator);  // nothing stays in freed memory
-    tokens_.assign(capacity, kSeparator);
-    mask_ = capacity - 1;
-    for (int64_t order = 0; order < kOrders; ++order) {
-      heads_[order].assign(capacity, -1);
-      before_[order].assign(capacity, -1);
+    std::vector<int32_t> old(capacity, kSeparator);
+    old.swap(tokens_);
+    const int64_t mask = std::exchange(mask_, capacity - 1), stop = end_;
+    for (int64_t order = 0; order < kOrders; ++order) {  // not assign(), which frees nothing
+      heads_[order] = std::vector<int32_t>(capacity, -1);
+      before_[order] = std::vector<int32_t>(capacity, -1);
     }
-    tail_ = end_ = end_ - static_cast<int64_t>(kept.size());
+    tail_ = end_ = std::max(tail_, end_ - capacity);
     run_ = 0;
-    for (const int32_t token : kept) put(token);
+    while (end_ < stop) put(old[end_ & mask]);
+    if (stop > 0) explicit_bzero(old.data(), old.size() * sizeof old[0]);  // freed memory is blank
   }
 
   // Gathers the positions of a chain with the longest match, the latest first; returns how many.

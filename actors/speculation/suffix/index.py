@@ -55,7 +55,8 @@ class SuffixIndex:
         self._library = _typed(library)
         self._index = library.suffixes_new(limit)
         self._found = _FOUND()
-        weakref.finalize(self, library.suffixes_free, self._index)
+        # Not at exit: other threads may still be reading.
+        weakref.finalize(self, library.suffixes_free, self._index).atexit = False
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append token ids, or separators; beyond the limit the oldest are overwritten."""

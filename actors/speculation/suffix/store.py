@@ -46,6 +46,10 @@ class _Texts:
         self.limit = limit
         self.index.set_limit(limit)
 
+    def halve(self) -> None:
+        self.set_limit(self.limit // 2)
+        self.forget_overwritten()
+
     def forget_overwritten(self) -> None:
         tail = self.index.tail
         while self.answers and self.answers[0].stop <= tail:
@@ -92,6 +96,8 @@ class SuffixStore:
             if texts is None or texts.index.end > _MAX_POSITION:
                 while len(self._texts) >= _MAX_TEXTS:
                     del self._texts[next(iter(self._texts))]
+                while self.num_tokens + LEAST_TOKENS > ALL_TOKENS:
+                    self._largest().halve()
                 texts = _Texts()
             self._texts[key] = texts
             given = [*tokens[-TOPIC_TOKENS + 1 :], SEPARATOR]
@@ -141,10 +147,12 @@ class SuffixStore:
         needed = texts.index.end - texts.index.tail + more
         while texts.limit < min(needed, TOPIC_TOKENS):
             if self.num_tokens + texts.limit > ALL_TOKENS:
-                largest = max(self._texts.values(), key=lambda own: own.limit)
+                largest = self._largest()
                 if largest.limit <= 2 * texts.limit:
                     return
-                largest.set_limit(largest.limit // 2)
-                largest.forget_overwritten()
+                largest.halve()
             else:
                 texts.set_limit(2 * texts.limit)
+
+    def _largest(self) -> _Texts:
+        return max(self._texts.values(), key=lambda own: own.limit)

@@ -1,0 +1,38 @@
+"""In which dtype training and router compute on which processor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.actors import processor
+from paceline.actors.engine.model_loader import resolve_dtype
+from paceline.actors.training.deepspeed_setup import training_dtype
+
+_CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("vendor", "dots", "tiles", "target", "training"),
+    [
+        ("AuthenticAMD", True, False, torch.bfloat16, torch.bfloat16),
+        ("GenuineIntel", True, False, torch.bfloat16, torch.float32),
+        ("GenuineIntel", True, True, torch.bfloat16, torch.bfloat16),
+        ("GenuineIntel", False, False, torch.float32, torch.float32),
+        ("", False, False, torch.float32, torch.float32),
+    ],
+)
+def test_training_is_in_the_dtype_that_the_processor_is_fast_in(
+    monkeypatch: pytest.MonkeyPatch,
+    vendor: str,
+    dots: bool,
+    tiles: bool,
+    target: torch.dtype,
+    training: torch.dtype,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: dots)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(processor, "cpuinfo", {"vendor_id": vendor}.get)
+    assert resolve_dtype("auto", _CPU) == target
+    assert training_dtype("auto", _CPU) == training
+    assert training_dtype("bfloat16", _CPU) == torch.bfloat16
