@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
+import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from paceline.actors.engine.compatibility import read_config
@@ -32,7 +33,7 @@ embedding and head, which it shares. It {start}. Made by
     paceline draft make --target {target} --minutes {minutes:g} --seed {seed}
 
 from {records} answers of the target to prompts that it made up itself, in {steps} optimizer
-steps of 8 answers.
+steps of {step_records} answers.
 
 | on {held_out} held-out answers | |
 |---|---|
@@ -41,7 +42,7 @@ steps of 8 answers.
 | tokens per round, one greedy request, k = {k} | {length:.2f} |
 | its speed over plain decoding | {measured:.2f} (predicted {predicted:.2f}) |
 
-The speed is of the machine that made it, on {threads} threads.
+The speed is of the machine that made it, on {device}.
 """
 
 
@@ -123,7 +124,9 @@ def card(
     speed: Speed,
 ) -> str:
     """The draft's card."""
-    now = maker.progress
+    now, device = maker.progress, f"{settings.num_threads} threads"
+    if maker.device.type == "cuda":
+        device = torch.cuda.get_device_name(maker.device)
     return _CARD.format(
         target=target,
         parameters=f"{maker.parameters() / 1e6:.1f}",
@@ -142,7 +145,8 @@ def card(
         measured=speed.measured,
         predicted=speed.predicted,
         length=speed.mean_acceptance_length,
-        threads=settings.num_threads,
+        step_records=maker.step_records,
+        device=device,
     )
 
 

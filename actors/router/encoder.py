@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, layer_norm, linear, normalize
 from transformers import AutoTokenizer, BertModel, PreTrainedModel
 
+from paceline.actors.processor import multiplies_floats_faster
+
 logger = logging.getLogger(__name__)
 
 # cls: BERT's pooled output, then the mean embedding of the tokens, ``[2 H]``.
@@ -203,7 +205,7 @@ def _layer_of(layer: Any) -> _EncoderLayer:  # a transformers.BertLayer, whose p
 def build_encoder(bert: BertModel, pooling: Pooling) -> Callable[[Tensor], Tensor]:
     """A BertEncoder if it equals transformers' forward, else the latter.
 
-    For ``mean`` it computes in bfloat16 if the processor does so natively.
+    For ``mean`` it computes in bfloat16 if the processor is fast in it.
 
     Args:
         bert: in float32; a decoder or quantized model needs transformers' forward.
@@ -215,17 +217,13 @@ def build_encoder(bert: BertModel, pooling: Pooling) -> Callable[[Tensor], Tenso
     try:
         encoder = BertEncoder(bert, pooling)
         if torch.allclose(encoder(sample), library(sample), rtol=1e-3, atol=1e-4, equal_nan=True):
-            if pooling == "mean" and _has_bfloat16():
+            if pooling == "mean" and not multiplies_floats_faster():
                 return BertEncoder(bert.to(torch.bfloat16), pooling)
             return encoder
         logger.info("router: the fast encoder differs from transformers', which is used")
     except Exception as error:
         logger.info("router: no fast encoder for this model (%s)", error)
     return library
-
-
-def _has_bfloat16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from paceline.actors.engine.model_loader import resolve_dtype
+from paceline.actors.processor import multiplies_floats_faster
 from paceline.actors.training.settings import ZeroStage
 
 LOOPBACK = "127.0.0.1"
@@ -29,9 +30,13 @@ _BUCKET = 2**23
 
 
 def training_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Resolve a dtype as for the target, without float16, which would need loss scaling."""
+    """Resolve a dtype; ``auto`` is the one that the device is fast in.
+
+    Not float16, which would need loss scaling.
+    """
     if dtype == "auto":
-        return resolve_dtype(dtype, device)
+        floats = device.type == "cpu" and multiplies_floats_faster()
+        return torch.float32 if floats else resolve_dtype(dtype, device)
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine, StepOutput
-from paceline.actors.engine.model_loader import load_tokenizer
+from paceline.actors.engine.model_loader import load_tokenizer, resolve_device
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.replay.record import ReplayRecord, decode, encode, is_held_out
@@ -52,23 +52,24 @@ from paceline.actors.weights.eagle import (
 )
 from paceline.actors.weights.state_folder import lock_folder
 
-_PROMPTS = 192  # of a turn of generation
-_STEPS = 24  # of a turn of training
+# Of two CPU cores, and of a GPU.
+_PROMPTS, _GPU_PROMPTS = 192, 1024  # of a turn of generation
+_SEQUENCES, _GPU_SEQUENCES = 48, 256  # answered at a time
+_STEPS, _GPU_STEPS = 24, 240  # of a turn of training
+_MICRO_BATCH, _GPU_MICRO_BATCH = 8, 32  # records of a step
 _BASIS_BATCHES = 64  # whose states give the basis
-_MICRO_BATCH = 8  # records
 _FIRST_RECORDS = 192  # before training starts and the vocabulary is chosen
 _GENERATING = 0.35  # share of the time
 _HELD_OUT = 0.06
 _PROMPT_TOKENS, _ANSWER_TOKENS = 96, 192
 _CONTEXT = 512
-_SEQUENCES = 48
 _TEMPERATURE = 0.8  # of every other answer; the others are greedy
 # Of learning: at its highest, that of a draft that has learnt before, and the share at the end.
 _RATE, _FURTHER_RATE, _LEAST_RATE = 1.5e-3, 6e-4, 0.05
-# A new draft first learns the first token, from a part of the vocabulary: the steps are seven times
-# as fast. What it does when it serves comes after.
+# A new draft first learns the first token, on a CPU from a part of the vocabulary: the steps are
+# seven times as fast. What it does when it serves comes after.
 _ROUGH, _PARTIAL = 0.6, 0.95  # shares of the time that end the two
-_TOKENS = 2560
+_TOKENS = 2560  # of the part; a GPU computes all, drawing them would take it longer
 _SAVE_S = 60.0
 _MOST_DRAFTED = 8  # tokens of a round
 _MEASURED_TOKENS = 96  # of an answer
@@ -142,7 +143,12 @@ class MakerProgress:
 
 
 class DraftMaker:
-    """Makes one draft; call :meth:`run`, and then :meth:`write`."""
+    """Makes one draft; call :meth:`run`, and then :meth:`write`.
+
+    Attributes:
+        device: of generation and training, the GPU if there is one.
+        step_records: answers of an optimizer step.
+    """
 
     def __init__(
         self,
@@ -164,6 +170,11 @@ class DraftMaker:
                 left was begun with other settings.
         """
         self._settings, self._clock, self._report = settings, clock, report
+        self.device = resolve_device("auto")
+        on_cpu = self.device.type == "cpu"
+        self.step_records = _MICRO_BATCH if on_cpu else _GPU_MICRO_BATCH
+        self._prompts = _PROMPTS if on_cpu else _GPU_PROMPTS
+        self._steps = _STEPS if on_cpu else _GPU_STEPS
         self._work = settings.out / "making"
         lock_folder(self._work, 0.0)
         torch.set_num_threads(settings.num_threads)
@@ -190,7 +201,7 @@ class DraftMaker:
                 model_path=own.target,
                 drafts={"general": str(draft)},
                 num_threads=own.num_threads,
-                max_num_seqs=_SEQUENCES,
+                max_num_seqs=_SEQUENCES if self.device.type == "cpu" else _GPU_SEQUENCES,
                 max_model_len=_CONTEXT,
                 num_speculative_tokens=0,
                 prefix_cache=False,
@@ -223,10 +234,9 @@ class DraftMaker:
         """Write the draft that was made; returns its folder."""
         assert self._distiller is not None
         state = self._distiller.state_dict()
-        known = micro_batches(self._usable(self._distiller.vocab_size), _MICRO_BATCH, self._rng)[
-            :_BASIS_BATCHES
-        ]
-        batches = (make_batch(batch, _CONTEXT) for batch in known)
+        known = self._usable(self._distiller.vocab_size)
+        parts = micro_batches(known, self.step_records, self._rng)[:_BASIS_BATCHES]
+        batches = (make_batch(part, _CONTEXT) for part in parts)
         state[BASIS] = state_basis(self._distiller.served(state), batches)
         draft = read_draft(self._work / "initial")
         load_state(draft, state)
@@ -271,7 +281,7 @@ class DraftMaker:
 
     def _generate(self) -> None:
         """Have prompts made up and answered."""
-        texts = self._answers([self._prompt_request(i) for i in range(_PROMPTS)])
+        texts = self._answers([self._prompt_request(i) for i in range(self._prompts)])
         requests: list[GenerationRequest] = []
         for request, tokens, _ in texts:
             start = request.prompt_token_ids
@@ -333,7 +343,7 @@ class DraftMaker:
 
     def _begin(self, folder: Path) -> None:
         """Choose a new draft's vocabulary and first weights."""
-        draft = load_draft(folder, self._settings.target, torch.float32, torch.device("cpu"))
+        draft = load_draft(folder, self._settings.target, torch.float32, self.device)
         ids = choose_vocabulary(
             token_counts(self._records),
             plain_tokens(self._tokenizer),
@@ -357,7 +367,8 @@ class DraftMaker:
         if part >= _PARTIAL:
             return FULL
         rough = part < _ROUGH and self._settings.start is None
-        return Effort(1 if rough else STEPS, _TOKENS, self._rng)
+        tokens = _TOKENS if self.device.type == "cpu" else None
+        return Effort(1 if rough else STEPS, tokens, self._rng)
 
     def _train(self) -> None:
         if self._distiller is None:
@@ -369,7 +380,7 @@ class DraftMaker:
         rate = _LEAST_RATE + (1 - _LEAST_RATE) * 0.5 * (1 + math.cos(math.pi * part))
         distiller.scale_rate(rate)
         distiller.set_effort(self._effort(part))
-        for batch in micro_batches(records, _MICRO_BATCH, self._rng)[:_STEPS]:
+        for batch in micro_batches(records, self.step_records, self._rng)[: self._steps]:
             share = make_shares([make_batch(batch, _CONTEXT)], distiller.settings.objective)[0]
             self._acceptance = distiller.learn(share).expected_acceptance
 

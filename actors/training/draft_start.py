@@ -33,10 +33,8 @@ def start_linear(draft: EagleDraft, records: Sequence[ReplayRecord], max_length:
         max_length: tokens of a record at most.
     """
     norm = draft.trunk.norm.weight
-    squares, products = (
-        torch.zeros(2 * len(norm), 2 * len(norm)),
-        torch.zeros(2 * len(norm), len(norm)),
-    )
+    squares = norm.new_zeros(2 * len(norm), 2 * len(norm))
+    products = norm.new_zeros(2 * len(norm), len(norm))
     for start in range(0, len(records), _RECORDS):
         inputs, states = _pairs(draft, records[start : start + _RECORDS], max_length)
         squares += inputs.T @ inputs
@@ -52,11 +50,10 @@ def _pairs(
     draft: EagleDraft, records: Sequence[ReplayRecord], max_length: int
 ) -> tuple[Tensor, Tensor]:
     """What the draft reads ``[N, 2 H]`` and the target's states there ``[N, H]``, float32."""
-    batch = make_batch(records, max_length)
+    batch = make_batch(records, max_length).to(draft.device)
     assert batch.hidden is not None
     hidden = batch.hidden.float()
     known = hidden.any(dim=-1)
     known &= torch.nn.functional.pad(known, (1, 0))[:, :-1]
-    table = draft.ends.embedding.float()
-    embedded = torch.nn.functional.embedding(batch.input_ids, table)
+    embedded = torch.nn.functional.embedding(batch.input_ids, draft.ends.embedding).float()
     return torch.cat([embedded, shifted(hidden)], dim=-1)[known], hidden[known]

@@ -30,9 +30,10 @@ from paceline.actors.weights.eagle import VOCABULARY, EagleDraft
 STEPS = 3
 STEP_DECAY = 0.8  # weight of a step's loss relative to the one before
 _NEVER = -1e4  # logit of tokens outside the vocabulary
-_POSITIONS = 128  # whose logits exist at a time
+# Whose logits exist at a time: a CPU keeps them in its caches, a GPU wants few launches.
+_POSITIONS, _GPU_POSITIONS = 128, 2048
 _WIDTHS = 512  # see batches.py: few shapes of the head
-_COLUMNS = 16  # likewise, of the trunk
+_COLUMNS, _PLACES = 16, 64  # likewise, of the trunk: in rows for attention, and one after another
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,9 @@ class _HeadLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted loss (a scalar), and loss and acceptance of every position, ``[N]`` each."""
         gradient, losses, accepted = torch.empty_like(states), [], []
-        for start in range(0, len(states), _POSITIONS):
-            at = slice(start, start + _POSITIONS)
+        count = _POSITIONS if states.device.type == "cpu" else _GPU_POSITIONS
+        for start in range(0, len(states), count):
+            at = slice(start, start + count)
             part, head, added = batch.positions(at), draft.head, None
             if effort.tokens is not None:
                 assert effort.rng is not None
@@ -213,113 +215,160 @@ def step_states(draft: EagleDraft, batch: Batch, steps: int = STEPS) -> list[Ten
         steps: drafted tokens.
     """
     assert batch.hidden is not None
-    window = _window(batch, steps)
-    ids, columns = batch.input_ids.gather(1, window), batch.columns - window[batch.rows, 0]
-    trunk = _StepTrunk(draft, batch.input_ids.shape[1], window)
-    state = trunk.step(draft.inputs(batch.input_ids, shifted(batch.hidden.to(draft.dtype))))
-    found = [state[batch.rows, columns]]
+    count = batch.num_records
+    ends = batch.rows.new_zeros(count).scatter_reduce(0, batch.rows, batch.columns + 1, "amax")
+    first = ends.scatter_reduce(0, batch.rows, batch.columns, "amin")
+    every = _Spans(torch.zeros_like(ends), ends)
+    own = _Spans((first - (steps - 1)).clamp(min=0), ends)
+    trunk = _StepTrunk(draft, every, own)
+    labelled = own.place(batch.rows, batch.columns)
+    ids = batch.input_ids[every.rows, every.columns]
+    known = shifted(batch.hidden.to(draft.dtype))[every.rows, every.columns]
+    state = trunk.step(draft.inputs(ids, known))
+    found = [state.index_select(0, labelled)]
+    ids = batch.input_ids[own.rows, own.columns]
+    begins = own.columns == own.starts[own.rows]
     while len(found) < steps:
-        state = trunk.step(draft.inputs(ids, shifted(state)))
-        found.append(state[batch.rows, columns])
+        before = shifted(state[None])[0].masked_fill(begins[:, None], 0.0)
+        state = trunk.step(draft.inputs(ids, before))
+        found.append(state.index_select(0, labelled))
     return found
 
 
-def _window(batch: Batch, steps: int) -> Tensor:
-    """Labelled positions and those before them that they follow from, int64 ``[B, M]``."""
-    length = batch.input_ids.shape[1]
-    first = batch.rows.new_full((batch.num_records,), length)
-    first = first.scatter_reduce(0, batch.rows, batch.columns, "amin")
-    last = torch.zeros_like(first).scatter_reduce(0, batch.rows, batch.columns, "amax")
-    wanted = int((last - first).max()) + steps
-    width = min(-(-wanted // _COLUMNS) * _COLUMNS, length)
-    start = (first - (steps - 1)).clamp(0, length - width)
-    return start[:, None] + torch.arange(width, device=start.device)
+class _Spans:
+    """Consecutive columns of each row of a batch, and their places one after the other.
+
+    Products are computed at the P places, without padding, and attention in B rows of M columns.
+
+    Attributes:
+        starts: int64 ``[B]``, the first column of each row.
+        rows: int64 ``[P]``, of each place.
+        columns: int64 ``[P]``, of each place; the last ones are repeated.
+    """
+
+    def __init__(self, starts: Tensor, ends: Tensor) -> None:
+        """Take the first column of each row, and the one behind its last; int64 ``[B]`` each."""
+        self.starts, counts = starts, ends - starts
+        self._offsets = counts.cumsum(0) - counts
+        places = torch.arange(int(counts.sum()), device=starts.device)
+        extra = -len(places) % _PLACES
+        places = torch.cat([places, places[-1:].expand(extra)])
+        self.rows = torch.bucketize(places, self._offsets, right=True) - 1
+        self.columns = places - self._offsets[self.rows] + starts[self.rows]
+        width = -(-int(counts.max()) // _COLUMNS) * _COLUMNS
+        across = torch.arange(width, device=starts.device)
+        self._padded = self._offsets[:, None] + across.minimum(counts[:, None] - 1)
+        self._kept = self.rows * width + self.columns - starts[self.rows]
+
+    def place(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The places of columns of rows, int64 like them."""
+        return self._offsets[rows] + columns - self.starts[rows]
+
+    def padded_columns(self) -> Tensor:
+        """The columns in rows, int64 ``[B, M]``; a row's last one is repeated."""
+        return self.columns[self._padded]
+
+    def pad(self, values: Tensor) -> Tensor:
+        """Values ``[P, ...]`` in rows, ``[B, M, ...]``."""
+        found = values.index_select(0, self._padded.flatten())
+        return found.view(*self._padded.shape, *values.shape[1:])
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Values ``[B, M, ...]`` at the places, ``[P, ...]``."""
+        return values.flatten(0, 1).index_select(0, self._kept)
 
 
 class _StepTrunk:
-    """The trunk's forwards of the steps of drafting, at a window of each row's positions.
+    """The trunk's forwards of the steps of drafting.
 
     In the first step a position sees all before it. In step j it sees the first step's keys up to j
     positions before it, which follow from the target's states that are known when it is drafted,
     and one key of each drafted token since.
     """
 
-    def __init__(self, draft: EagleDraft, length: int, window: Tensor) -> None:
+    def __init__(self, draft: EagleDraft, every: _Spans, own: _Spans) -> None:
         """Begin before the first step.
 
         Args:
             draft: its trunk's modules are called one by one.
-            length: T, of the rows.
-            window: int64 ``[B, M]``, consecutive positions of each row.
+            every: all that the first step reads.
+            own: what every step computes; of ``every``, up to the end of each row.
         """
-        self._trunk, self._window, self._done = draft.trunk, window, 0
-        self._every = torch.arange(length, device=window.device)[None]
-        cosines, sines = draft.trunk.rotary_emb(draft.fuse.weight, self._every)
+        self._trunk, self._every, self._own, self._done = draft.trunk, every, own, 0
+        self._narrowed = every.place(own.rows, own.columns)
+        length = torch.arange(int(every.columns.max()) + 1, device=own.starts.device)
+        cosines, sines = draft.trunk.rotary_emb(draft.fuse.weight, length[None])
         self._cosines, self._sines = cosines[0], sines[0]  # [T, D]
         count = len(draft.trunk.layers)
         self._keys: list[list[Tensor]] = [[] for _ in range(count)]  # by layer and step
         self._values: list[list[Tensor]] = [[] for _ in range(count)]
 
     def step(self, inputs: Tensor) -> Tensor:
-        """The window's states ``[B, M, H]`` of the next step.
+        """The states of the next step at the places that it computes, ``[P, H]``.
 
         Args:
-            inputs: ``[B, T, H]`` of the first step, ``[B, M, H]`` of any other.
+            inputs: ``[P, H]``, at all places in the first step, at the computed ones in any other.
         """
         layers, state = self._trunk.layers, inputs
-        places = self._window if self._done else self._every
+        spans = self._own if self._done else self._every
         for number, layer in enumerate(layers):
             normed = layer.input_layernorm(state)
-            keys = self._rotated(_heads(layer.self_attn, "k", normed), places)
-            self._keys[number].append(keys)
-            self._values[number].append(_heads(layer.self_attn, "v", normed))
+            keys = self._rotated(_heads(layer.self_attn, "k", normed), spans)
+            self._keys[number].append(_in_rows(spans, keys))
+            self._values[number].append(_in_rows(spans, _heads(layer.self_attn, "v", normed)))
             if not self._done and number + 1 == len(layers):
-                places = self._window
-                at = places[:, :, None].expand(-1, -1, state.shape[-1])
-                state, normed = state.gather(1, at), normed.gather(1, at)
-            state = state + self._attended(number, normed, places)
+                spans = self._own
+                state, normed = (x.index_select(0, self._narrowed) for x in (state, normed))
+            state = state + self._attended(number, normed, spans)
             state = state + layer.mlp(layer.post_attention_layernorm(state))
         self._done += 1
         found: Tensor = self._trunk.norm(state)
         return found
 
-    def _attended(self, number: int, normed: Tensor, places: Tensor) -> Tensor:
+    def _attended(self, number: int, normed: Tensor, spans: _Spans) -> Tensor:
         """What a layer's attention adds at some places, of all steps' keys so far."""
         attention = self._trunk.layers[number].self_attn
         attended = functional.scaled_dot_product_attention(
-            self._rotated(_heads(attention, "q", normed), places),
+            _in_rows(spans, self._rotated(_heads(attention, "q", normed), spans)),
             torch.cat(self._keys[number], dim=2),
             torch.cat(self._values[number], dim=2),
-            self._seen(places)[:, None],
+            self._seen(spans)[:, None],
             scale=attention.scaling,
             enable_gqa=True,
         )
-        added: Tensor = attention.o_proj(attended.transpose(1, 2).flatten(2))
+        added: Tensor = attention.o_proj(spans.pack(attended.transpose(1, 2)).flatten(1))
         return added
 
-    def _seen(self, places: Tensor) -> Tensor:
-        """Which keys each place sees, bool ``[B, Q, T + j * M]`` in step j."""
-        seen = [places[:, :, None] - self._every >= self._done]
+    def _seen(self, spans: _Spans) -> Tensor:
+        """Which keys each column sees, bool ``[B, M, T + j * M]`` in step j."""
+        columns, every = spans.padded_columns(), self._every.padded_columns()
+        first = torch.arange(every.shape[1], device=every.device)  # a row's padding comes last
+        seen = [columns[:, :, None] - first >= self._done]
         if self._done:
-            at = torch.arange(places.shape[1], device=places.device)
+            at = torch.arange(columns.shape[1], device=columns.device)
             for ago in reversed(range(self._done)):
-                seen.append((at[:, None] - at == ago).expand(len(places), -1, -1))
+                seen.append((at[:, None] - at == ago).expand(len(columns), -1, -1))
         return torch.cat(seen, dim=2)
 
-    def _rotated(self, heads: Tensor, places: Tensor) -> Tensor:
-        """Heads ``[B, h, Q, D]`` with the rotary embedding of their places ``[B, Q]``."""
-        cosines: Tensor = self._cosines[places][:, None]
-        sines: Tensor = self._sines[places][:, None]
+    def _rotated(self, heads: Tensor, spans: _Spans) -> Tensor:
+        """Heads ``[P, h, D]`` with the rotary embedding of their columns."""
+        cosines: Tensor = self._cosines[spans.columns][:, None]
+        sines: Tensor = self._sines[spans.columns][:, None]
         one, other = heads.chunk(2, dim=-1)
         return heads * cosines + torch.cat([-other, one], dim=-1) * sines
 
 
 def _heads(attention: Any, name: str, normed: Tensor) -> Tensor:
-    """Queries, keys or values of a layer's input, ``[B, h, T, D]``."""
+    """Queries, keys or values of a layer's input, ``[P, h, D]``."""
     heads = getattr(attention, f"{name}_proj")(normed).unflatten(-1, (-1, attention.head_dim))
     norm = getattr(attention, f"{name}_norm", None)  # Qwen 3
-    found: Tensor = (heads if norm is None else norm(heads)).transpose(1, 2)
+    found: Tensor = heads if norm is None else norm(heads)
     return found
+
+
+def _in_rows(spans: _Spans, heads: Tensor) -> Tensor:
+    """Heads ``[P, h, D]`` in rows, ``[B, h, M, D]``."""
+    return spans.pad(heads).transpose(1, 2)
 
 
 @torch.inference_mode()
@@ -330,12 +379,12 @@ def state_basis(draft: EagleDraft, batches: Iterable[Batch]) -> Tensor:
 
     Args:
         draft: with its target's ends.
-        batches: with hidden states.
+        batches: with hidden states, on any device.
     """
     size = int(draft.config.hidden_size)
-    moments = torch.zeros(size, size)
+    moments = torch.zeros(size, size, dtype=torch.float32, device=draft.device)
     for batch in batches:
-        states = torch.cat(step_states(draft, batch)).float().cpu()
+        states = torch.cat(step_states(draft, batch.to(draft.device))).float()
         moments += states.T @ states
     vectors: Tensor = torch.linalg.eigh(moments).eigenvectors
     return vectors[:, -len(draft.basis) :].T.contiguous()

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.actors.engine.model_loader import resolve_device, resolve_dtype
+from paceline.actors.engine.model_loader import resolve_device
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.adapters import load_state
 from paceline.actors.training.batches import Batch, make_batch, usable, within
+from paceline.actors.training.deepspeed_setup import training_dtype
 from paceline.actors.training.eagle import STEPS
 from paceline.actors.training.forward import draft_logits, load_trainable, trains_on
 from paceline.actors.training.settings import ScorerSettings
@@ -234,7 +235,7 @@ class ExpertEvaluator:
         return [float(gain) for gain in gains]
 
     def _load(self, path: str) -> _InitialModel:
-        dtype = resolve_dtype(self._settings.dtype, self._device)
+        dtype = training_dtype(self._settings.dtype, self._device)
         draft = load_trainable(path, self._settings.target_path, dtype, self._device)
         draft.eval().requires_grad_(False)
         return _InitialModel(

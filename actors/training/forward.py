@@ -86,7 +86,9 @@ def load_trainable(
         ModelError: a tensor is missing or of another shape, or the draft is another target's.
     """
     if is_eagle(path):
-        return load_draft(path, _needed(target, path), dtype, device)
+        own = _needed(target, path)
+        ends = read_target_ends(own, device)  # in float32 those of a large target take gigabytes
+        return load_draft(path, own, dtype, device, ends)
     draft: PreTrainedModel = read_causal_lm(path, dtype=dtype, attn_implementation="eager")
     if has_shared_head(draft.config):
         share_ends(draft, read_target_ends(_needed(target, path), device, dtype))

@@ -68,7 +68,7 @@ class DistillerSettings:
             stream's first few records learn less from all that comes later (Ash and Adams, arXiv
             1910.08475); decay lets them forget.
         clip: largest norm of a gradient.
-        dtype: ``auto`` is bfloat16 if the device computes in it, else float32.
+        dtype: ``auto`` is bfloat16 if the device is fast in it, else float32.
         device: ``auto`` is the GPU if there is one.
         objective: of training.
         adapter: ``full`` trains every weight, ``lora`` low-rank adapters on the linear layers.
@@ -108,7 +108,7 @@ class ScorerSettings:
         fingerprints: expert to the fingerprint of its initial weights and the target.
         hedge: of the weights.
         device: ``auto`` is the GPU if there is one.
-        dtype: ``auto`` is bfloat16 if the device computes in it.
+        dtype: ``auto`` is bfloat16 if the device is fast in it, else float32.
         micro_batch: records per forward.
         max_length: tokens of a record at most.
         draft_top_k: tokens that the served draft proposes from.

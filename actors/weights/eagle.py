@@ -145,7 +145,7 @@ class EagleDraft(nn.Module):
         ids = self.get_buffer(VOCABULARY)
         if self._own_head is None or not torch.equal(self._own_head[0], ids):
             rows = ids.long().to(self.ends.head.device)
-            self._own_head = ids.clone(), self.ends.head[rows].to(self.device)
+            self._own_head = ids.clone(), self.ends.head[rows].to(self.device, self.dtype)
         return self._own_head[1]
 
     def cast(self, device: torch.device, dtype: torch.dtype) -> EagleDraft:
@@ -407,7 +407,7 @@ def load_draft(
         target: folder of the target.
         dtype: of the weights.
         device: of the weights.
-        ends: the target's, in that dtype; None reads them.
+        ends: the target's; None reads them, in that dtype.
 
     Raises:
         ModelError: it is broken, or made for another target.

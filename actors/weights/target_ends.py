@@ -61,8 +61,10 @@ def read_tensors(folder: str | Path, wanted: Callable[[str], bool]) -> dict[str,
 
 
 @lru_cache(maxsize=4)  # the drafts of a process share them
-def read_target_ends(target: str, device: torch.device, dtype: torch.dtype) -> TargetEnds:
-    """Read a target's embedding and head from its files.
+def read_target_ends(
+    target: str, device: torch.device, dtype: torch.dtype | None = None
+) -> TargetEnds:
+    """Read a target's embedding and head from its files, by default in their dtype.
 
     Raises:
         ModelError: the files lack the embedding.
@@ -70,7 +72,7 @@ def read_target_ends(target: str, device: torch.device, dtype: torch.dtype) -> T
     found = read_tensors(target, lambda name: name in (EMBEDDING, HEAD))
     if EMBEDDING not in found:
         raise ModelError(f"target: {target} has no {EMBEDDING}, which its drafts share")
-    own = {name: tensor.to(device, dtype) for name, tensor in found.items()}
+    own = {name: tensor.to(device, dtype or tensor.dtype) for name, tensor in found.items()}
     for name, codes in read_codes(target).items():
         if name in own:
             give_codes(own[name], codes)

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from fixture_models import TARGET
 from tiny_models import save_tiny
 
 from paceline.actors.training import draft_maker
@@ -20,7 +19,7 @@ from paceline.deploy.errors import ConfigError
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    return save_tiny(tmp_path / "target", 1)
+    return save_tiny(tmp_path / "target", 1, max_position_embeddings=512)
 
 
 def test_it_goes_on_with_a_draft_of_this_target_and_size(target: Path, tmp_path: Path) -> None:
@@ -45,32 +44,33 @@ def test_another_model_in_its_folder_stays_as_it_is(target: Path) -> None:
     assert not (target / "making").exists()
 
 
-def test_no_time_makes_no_draft_and_leaves_the_one_there_is(tmp_path: Path) -> None:
+def test_no_time_makes_no_draft_and_leaves_the_one_there_is(target: Path, tmp_path: Path) -> None:
     out = tmp_path / "draft"
-    save_draft(new_draft(TARGET), out)
+    save_draft(new_draft(target), out)
     before = (out / "model.safetensors").read_bytes()
     with pytest.raises(ConfigError, match="--minutes: no answer is held out yet"):
-        make("small", MakerSettings(str(TARGET), out, 0.0, start=out))
+        make("tiny", MakerSettings(str(target), out, 0.0, start=out))
     assert (out / "model.safetensors").read_bytes() == before
     assert not (out / "README.md").exists()
 
 
-def test_what_a_run_has_left_goes_on_as_it_was_begun(tmp_path: Path) -> None:
-    settings = MakerSettings(str(TARGET), tmp_path, 0.0, seed=3)
+def test_what_a_run_has_left_goes_on_as_it_was_begun(target: Path, tmp_path: Path) -> None:
+    out = tmp_path / "draft"
+    settings = MakerSettings(str(target), out, 0.0, seed=3)
     DraftMaker(settings, lambda: 0.0)._save()
-    (tmp_path / "making" / "initial" / "config.json").unlink()  # killed while it was written
-    state = tmp_path / "making" / "state.json"
+    (out / "making" / "initial" / "config.json").unlink()  # killed while it was written
+    state = out / "making" / "state.json"
     facts = json.loads(state.read_text()) | {"elapsed_s": 50.0, "generated_s": 35.0}
     state.write_text(json.dumps(facts))
     maker = DraftMaker(settings, lambda: 0.0)
     assert (maker.progress.elapsed_s, maker._generated) == (50.0, 35.0)
     for other in (
-        MakerSettings(str(TARGET), tmp_path, 0.0, seed=4),
-        MakerSettings(str(TARGET), tmp_path, 0.0, seed=3, layers=2),
-        MakerSettings(str(TARGET), tmp_path, 0.0, seed=3, start=tmp_path / "other"),
+        MakerSettings(str(target), out, 0.0, seed=4),
+        MakerSettings(str(target), out, 0.0, seed=3, layers=2),
+        MakerSettings(str(target), out, 0.0, seed=3, start=tmp_path / "other"),
     ):
         with pytest.raises(ConfigError, match=r"was begun with (seed 3|layers 1|start None)"):
-            make("small", other)
+            make("tiny", other)
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,15 @@ def test_generation_has_its_share_over_all_runs(
     elapsed: float,
     start: bool,
     answers: bool,
+    target: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(draft_maker, "_FIRST_RECORDS", 0)
-    save_draft(new_draft(TARGET), tmp_path / "start")
+    save_draft(new_draft(target), tmp_path / "start")
     given = tmp_path / "start" if start else None
     maker = DraftMaker(
-        MakerSettings(str(TARGET), tmp_path / "out", 100.0, start=given), lambda: 0.0
+        MakerSettings(str(target), tmp_path / "out", 100.0, start=given), lambda: 0.0
     )
     maker._generated, maker._elapsed = generated, elapsed
     assert maker._needs_answers() == answers

@@ -78,7 +78,7 @@ def test_features_are_the_normalised_mean_of_a_layer(
     config: PacelineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_before: bool
 ) -> None:
     """Of the last one that the head was fitted on: earlier heads say none, and were on all."""
-    monkeypatch.setattr(encoder_module, "_has_bfloat16", lambda: False)
+    monkeypatch.setattr(encoder_module, "multiplies_floats_faster", lambda: True)
     path, encoder, _ = router_arguments(config)
     head = Path(shutil.copytree(path, tmp_path / "head"))
     facts = json.loads((head / "config.json").read_text())

@@ -41,6 +41,7 @@ from paceline.actors.training.shares import make_shares, split_share
 from paceline.actors.weights.checkpoint import ModelError
 from paceline.actors.weights.eagle import (
     VOCABULARY,
+    EagleDraft,
     choose_vocabulary,
     first_tokens,
     grown_vocabulary,
@@ -244,6 +245,15 @@ def test_experts_of_several_vocabularies_run_together(target: Path, tmp_path: Pa
         assert own.draft_token_ids.tolist() == record.draft_token_ids.tolist()
 
 
+@pytest.mark.parametrize("ids", [torch.arange(-1, 99), torch.arange(VOCAB - 98, VOCAB + 1)])
+def test_a_vocabulary_beyond_the_targets_is_refused(
+    target: Path, tmp_path: Path, ids: torch.Tensor
+) -> None:
+    save_draft(new_draft(target, vocabulary=ids.int()), tmp_path)
+    with pytest.raises(IndexError):
+        eagle_engine(target, {"a": tmp_path})
+
+
 @pytest.mark.parametrize(("least", "longest"), [(0.0, {5}), (0.001, {2, 3, 4, 5}), (0.5, {1})])
 def test_all_steps_in_one_call_draft_as_one_after_the_other(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: float, longest: set[int]
@@ -329,6 +339,23 @@ def test_a_basis_finds_the_token_of_the_whole_head(target: Path, tmp_path: Path)
     same = [a == b for a, b in zip(none, by_few, strict=True)]
     assert len(same) > 50
     assert sum(same) > 0.6 * len(same)
+
+
+def test_experts_with_bases_of_several_sizes_run_together(target: Path, tmp_path: Path) -> None:
+    whole, _ = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(4)))
+    longer = torch.cat([whole, torch.zeros(16, 32)])
+    bases = {"a": longer, "b": whole}
+    folders = {name: with_basis(target, tmp_path / name, own) for name, own in bases.items()}
+    mixed = [dataclasses.replace(r, draft="abab"[i]) for i, r in enumerate(asked())]
+    plain = with_basis(target, tmp_path / "none", torch.zeros(8, 32))
+    exact = records_of(eagle_engine(target, dict.fromkeys("ab", plain), 64, k=5), mixed)
+    engine = eagle_engine(target, folders, 64, k=5, prefill_chunk=256)
+    found = run(engine, mixed)
+    assert engine.draft_failures == 0
+    for r, record in zip(mixed, exact, strict=True):
+        own = found[r.request_id][-1].record
+        assert own is not None
+        assert own.draft_token_ids.tolist() == record.draft_token_ids.tolist()
 
 
 @pytest.mark.usefixtures("deepspeed")
@@ -599,10 +626,31 @@ def test_the_loss_in_parts_is_the_loss_of_all_positions(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("deepspeed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_training_the_targets_ends_stay_in_its_dtype(
+    target: Path, draft: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """In float32 those of a large target, which are not trained, would take gigabytes."""
+    records = records_of(eagle_engine(target, {"a": draft}), asked())
+    folder = tmp_path / "target"
+    load_causal_lm(str(target), torch.bfloat16).save_pretrained(folder)
+    own = tmp_path / "draft"
+    save_draft(new_draft(folder, vocabulary=SMALL), own)
+    settings = DistillerSettings(target_path=str(folder), dtype=str(dtype).partition(".")[2])
+    distiller = Distiller(str(own), settings)
+    model = distiller.served(None)
+    assert isinstance(model, EagleDraft)
+    assert model.ends.embedding.dtype == model.ends.head.dtype == torch.bfloat16
+    assert model.dtype == model.head.dtype == dtype
+    [share] = make_shares([make_batch(records, 512)], settings.objective)
+    assert 0.0 < distiller.learn(share).expected_acceptance < 1.0
+
+
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_labelled_positions_alone_have_the_states_of_whole_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, layers: int
+    tmp_path: Path, kind: str, layers: int
 ) -> None:
     from paceline.actors.training import eagle
 
@@ -612,21 +660,25 @@ def test_labelled_positions_alone_have_the_states_of_whole_texts(
     torch.nn.init.normal_(model.fuse.weight, std=0.2)
     batch = make_batch(records_of(eagle_engine(folder, {"a": tmp_path / "draft"}), asked()), 512)
     assert batch.hidden is not None
-    found: dict[int, list[torch.Tensor]] = {}
-    gradients: dict[int, list[torch.Tensor]] = {}
-    for columns in (1, 512):
-        monkeypatch.setattr(eagle, "_COLUMNS", columns)
+    lengths = torch.zeros(batch.num_records, dtype=torch.int64)
+    lengths = lengths.scatter_reduce(0, batch.rows, batch.columns + 1, "amax")
+    rows, columns = (torch.arange(int(lengths.max())) < lengths[:, None]).nonzero().T
+    texts = dataclasses.replace(batch, rows=rows, columns=columns)
+    labelled = (lengths.cumsum(0) - lengths)[batch.rows] + batch.columns
+    found: list[list[torch.Tensor]] = []
+    gradients: list[list[torch.Tensor]] = []
+    for given, at in ((batch, torch.arange(batch.num_positions)), (texts, labelled)):
         model.zero_grad()
-        states = step_states(model, batch)
+        states = [state[at] for state in step_states(model, given)]
         torch.stack(states).square().sum().backward()
-        found[columns] = [state.detach() for state in states]
-        gradients[columns] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    torch.testing.assert_close(found[1], found[512], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(gradients[1], gradients[512], rtol=1e-3, atol=1e-3)
+        found.append([state.detach() for state in states])
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
     with torch.inference_mode():
         inputs = model.inputs(batch.input_ids, eagle.shifted(batch.hidden.float()))
         whole = model.trunk(inputs_embeds=inputs).last_hidden_state
-    torch.testing.assert_close(found[1][0], whole[batch.rows, batch.columns], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[0][0], whole[batch.rows, batch.columns], rtol=1e-4, atol=1e-4)
 
 
 def test_a_step_sees_the_tokens_before_and_its_own_drafts(target: Path, draft: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,9 +35,9 @@ def ticks() -> Callable[[], float]:
     return clock
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
+@pytest.fixture(scope="module", autouse=True)
+def small() -> Iterator[None]:
+    sizes = {
         "_PROMPTS": 12,
         "_STEPS": 12,
         "_FIRST_RECORDS": 12,
@@ -45,31 +45,40 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "_ANSWER_TOKENS": 40,
         "_SAVE_S": 5.0,
         "_HELD_OUT": 0.3,
-    }.items():
-        monkeypatch.setattr(draft_maker, name, value)
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in sizes.items():
+            patch.setattr(draft_maker, name, value)
+        yield
 
 
-@pytest.mark.usefixtures("small")
-def test_a_draft_is_made_resumed_and_learns(tmp_path: Path) -> None:
-    seen: list[MakerProgress] = []
-    first = MakerSettings(str(TARGET), tmp_path / "draft", 12.0, seed=3)
+@pytest.fixture(scope="module")
+def maker(tmp_path_factory: pytest.TempPathFactory) -> DraftMaker:
+    """One that was interrupted, has gone on, and has written its draft."""
+    out, seen = tmp_path_factory.mktemp("made") / "draft", list[MakerProgress]()
+    first = MakerSettings(str(TARGET), out, 12.0, seed=3)
     DraftMaker(first, ticks(), seen.append).run()
-    state = json.loads((tmp_path / "draft" / "making" / "state.json").read_text())
+    state = json.loads((out / "making" / "state.json").read_text())
     assert state["elapsed_s"] >= 12.0
     assert seen[-1].steps > 0
-    further = MakerSettings(str(TARGET), tmp_path / "draft", 30.0, seed=3)
+    further = MakerSettings(str(TARGET), out, 30.0, seed=3)
     maker = DraftMaker(further, ticks(), seen.append)
     resumed = maker.progress
     assert (resumed.elapsed_s, resumed.records) == (state["elapsed_s"], seen[-1].records)
     steps = seen[-1].steps
     maker.run()
-    assert maker.write() == tmp_path / "draft"
+    assert maker.write() == out
     assert maker.progress.steps > steps
+    return maker
+
+
+def test_a_draft_is_made_resumed_and_learns(maker: DraftMaker) -> None:
+    out = maker._settings.out
     held_out = maker.held_out()
     assert held_out
-    made = load_draft(tmp_path / "draft", TARGET, torch.float32, torch.device("cpu")).eval()
+    made = load_draft(out, TARGET, torch.float32, torch.device("cpu")).eval()
     started = load_draft(
-        tmp_path / "draft" / "making" / "initial", TARGET, torch.float32, torch.device("cpu")
+        out / "making" / "initial", TARGET, torch.float32, torch.device("cpu")
     ).eval()
     plain = new_draft(TARGET, vocabulary=made.get_buffer(VOCABULARY))
     plain = plain.cast(made.device, made.dtype)
@@ -85,19 +94,17 @@ def test_a_draft_is_made_resumed_and_learns(tmp_path: Path) -> None:
     assert linear > first + 0.1
     assert maker.step_acceptance(held_out)[0] == pytest.approx(after, abs=0.02)  # not rounded
     prompts = [tuple(record.prompt_token_ids.tolist()) for record in held_out[:2]]
-    speed = measure_speed(further, after, prompts, ticks())
+    speed = measure_speed(maker._settings, after, prompts, ticks())
     assert 1 <= speed.k <= 8
     assert speed.mean_acceptance_length > 1.0
     assert speed.predicted > 0.0
     assert speed.measured > 0.0
 
 
-@pytest.mark.usefixtures("small")
-def test_a_draft_that_has_learnt_goes_on_from_what_it_knows(tmp_path: Path) -> None:
-    start, out = tmp_path / "first", tmp_path / "further"
-    first = DraftMaker(MakerSettings(str(TARGET), start, 24.0, seed=3), ticks())
-    first.run()
-    first.write()
+def test_a_draft_that_has_learnt_goes_on_from_what_it_knows(
+    maker: DraftMaker, tmp_path: Path
+) -> None:
+    start, out = maker._settings.out, tmp_path / "further"
     seen: list[MakerProgress] = []
     further = MakerSettings(str(TARGET), out, 24.0, seed=4, start=start)
     maker = DraftMaker(further, ticks(), seen.append)
@@ -114,7 +121,6 @@ def test_a_draft_that_has_learnt_goes_on_from_what_it_knows(tmp_path: Path) -> N
     assert sum(after) > sum(before) - 0.05
 
 
-@pytest.mark.usefixtures("small")
 def test_the_vocabulary_has_what_was_seen_and_every_single_character(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
