@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -52,6 +53,11 @@ def _no_ray_in_pure_tiers(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 def pytest_sessionstart() -> None:
     """Mark every process that this run starts, however far down: the environment is inherited."""
     os.environ[_MARK] = _RUN
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage skip what is loaded: a whole one would take half a second."""
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -81,14 +81,19 @@ def base_url(tiny_config: PacelineConfig) -> Iterator[str]:
 @pytest.fixture
 def http(base_url: str) -> Iterator[httpx.Client]:
     """A plain HTTP client."""
-    with httpx.Client(base_url=base_url, timeout=120) as client:
+    with httpx.Client(base_url=base_url, timeout=120, verify=False) as client:  # no TLS to set up
         yield client
 
 
 @pytest.fixture
 def client(base_url: str) -> Iterator[openai.OpenAI]:
     """OpenAI's own client."""
+    http_client = openai.DefaultHttpxClient(verify=False)
     with openai.OpenAI(
-        base_url=f"{base_url}/v1", api_key="none", max_retries=0, timeout=120
+        base_url=f"{base_url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=120,
+        http_client=http_client,
     ) as opened:
         yield opened

@@ -79,23 +79,6 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-def test_it_starts_answers_and_ends_on_ctrl_c(write_config: Write, free_port: int) -> None:
-    with serving(write_config({})) as process:
-        banner = read_until(process, "Ctrl-C ends it")
-        base_url = f"http://127.0.0.1:{free_port}"
-        assert f"{base_url}/v1" in banner
-        assert "float32" in banner
-        body = {"model": "paceline", "prompt": "SELECT", "max_tokens": 3}
-        answer = httpx.post(f"{base_url}/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200
-        started = below_of(process)
-        process.send_signal(signal.SIGINT)
-        assert ended(process, 60) == 0
-        assert process.stdout is not None
-        assert "Traceback" not in process.stdout.read()
-    assert_gone(started)
-
-
 def test_a_stop_that_streams_delay_starts_no_second_session(
     write_config: Write, free_port: int
 ) -> None:
@@ -120,10 +103,12 @@ def test_a_stop_that_streams_delay_starts_no_second_session(
         assert len(list(sessions)) == 1
 
 
-def test_a_request_with_logits_that_are_not_finite_fails_alone(
+def test_it_starts_answers_and_ends_on_ctrl_c_whatever_logits_are_not_finite(
     write_config: Write, free_port: int, tmp_path: Path
 ) -> None:
-    """An error in OpenAI's shape, also in a stream; others and later ones answer as before."""
+    """Such requests fail alone: an error in OpenAI's shape, also in a stream; others and later
+    ones answer as before.
+    """
     tokenizer = tiny_tokenizer()
     target = tiny_llama(1, vocab=len(tokenizer), max_position_embeddings=2048)
     head = target.lm_head.weight.detach().clone()
@@ -135,15 +120,20 @@ def test_a_request_with_logits_that_are_not_finite_fails_alone(
         part.save_pretrained(tmp_path / "broken")
     changes = {"target.path": str(tmp_path / "broken"), "target.dtype": "float32"}
     with serving(write_config(changes)) as process:
-        read_until(process, "Ctrl-C ends it")
-        with httpx.Client(base_url=f"http://127.0.0.1:{free_port}/v1", timeout=60) as http:
+        banner = read_until(process, "Ctrl-C ends it")
+        base_url = f"http://127.0.0.1:{free_port}/v1"
+        assert base_url in banner
+        assert "float32" in banner
+        with httpx.Client(base_url=base_url, timeout=60) as http:
 
             def post(prompt: str, **more: Any) -> httpx.Response:
                 body = {"model": "paceline", "prompt": prompt, "max_tokens": 24, "temperature": 0}
                 return http.post("/completions", json=body | {"ignore_eos": True} | more)
 
             sound = "SELECT name FROM people WHERE age"
-            before = post(sound).json()["choices"][0]["text"]
+            answer = post(sound)
+            assert answer.status_code == 200
+            before = answer.json()["choices"][0]["text"]
             with ThreadPoolExecutor(6) as pool:
                 broken = [pool.submit(post, f"{sound} ~~~~ {i}") for i in range(3)]
                 others = [pool.submit(post, sound) for _ in range(3)]
@@ -159,8 +149,12 @@ def test_a_request_with_logits_that_are_not_finite_fails_alone(
             status = http.get("/paceline/status").json()
             assert status["failover"]["given_up"] == 4
             assert status["failover"]["broken"] == status["failover"]["faults"] == 0
+        started = below_of(process)
         process.send_signal(signal.SIGINT)
         assert ended(process, 60) == 0
+        assert process.stdout is not None
+        assert "Traceback" not in process.stdout.read()
+    assert_gone(started)
 
 
 def runs(process: "subprocess.Popen[str]", name: str) -> bool:
@@ -175,7 +169,12 @@ def runs(process: "subprocess.Popen[str]", name: str) -> bool:
 @pytest.mark.parametrize(
     ("moment", "after_s"),
     # Ray's daemon runs; its agents run and wait for its store; Serve starts; the target loads
-    [("raylet", 0.0), ("raylet", 1.3), ("raylet", 1.8), ("ray::ServeReplica", 0.0)],
+    [
+        ("raylet", 0.0),
+        pytest.param("raylet", 1.3, marks=pytest.mark.full),
+        pytest.param("raylet", 1.8, marks=pytest.mark.full),
+        ("ray::ServeReplica", 0.0),
+    ],
 )
 def test_a_signal_during_the_start_ends_it_too(
     write_config: Write, moment: str, after_s: float
@@ -208,7 +207,7 @@ def test_a_signal_to_everything_that_runs_ends_it_within_seconds(write_config: W
     assert_gone(started)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 1.3])
+@pytest.mark.parametrize("after_s", [pytest.param(0.0, marks=pytest.mark.full), 1.3])
 def test_a_signal_to_everything_during_the_start_ends_it_within_seconds(
     write_config: Write, after_s: float
 ) -> None:
@@ -242,21 +241,15 @@ def test_a_learning_actor_that_cannot_start_is_an_error_and_not_a_silence(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"prot": 9000}, "prot: no such key; did you mean port?"),
         ({"target.dtpye": "auto"}, "target.dtpye: no such key; did you mean dtype?"),
-        ({"target.path": "/nowhere"}, "target: no model folder at /nowhere"),
-        ({"drafts.general": "/nowhere"}, "draft general: no model folder at /nowhere"),
         ({"drafts.general": "other"}, "its tokenizer differs from the target's"),
-        ({"router.enabled": True, "router.path": "/nowhere"}, "router: no model folder"),
-        ({"drafts.topics": ["law"], "router.enabled": True}, "none of drafts.topics (law)"),
-        ({"target.device": "gpu"}, "target.device: 'gpu' is none of auto"),
-        ({"state_dir": "/proc/paceline"}, "state_dir: cannot write to /proc/paceline"),
         ({"host": "203.0.113.1"}, "port: cannot listen on 203.0.113.1"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_2_before_anything_starts(
     write_config: Write, tiny_folders: dict[str, Path], changes: dict[str, Any], said: str
 ) -> None:
+    """Found in the file, among the models, and last of all; tests/unit/deploy/cli has more."""
     changes = {key: str(tiny_folders.get(str(v), v)) if v == "other" else v
                for key, v in changes.items()}  # fmt: skip
     done = subprocess.run(

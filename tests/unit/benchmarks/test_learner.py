@@ -160,7 +160,11 @@ def test_answers_that_are_there_are_not_made_again(tmp_path: Path) -> None:
     assert TinyLab.engines == 3
 
 
-def test_everything_that_decides_a_unit_is_in_its_settings(tmp_path: Path) -> None:
+def test_everything_that_decides_a_unit_is_in_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "_GENERATED", 400)  # it uses the first 64
+
     def settings(*more: str) -> dict[str, Any]:
         line = ["--quick", "--target", "small", "--out", str(tmp_path), *more]
         return Lab(lab_arguments("A lab.").parse_args(line), QUICK).settings(["sql"], {})

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import prompts
 import pytest
 from online.lab import QUICK, Lab, lab_arguments
 from online.learner import Learner, Learning
@@ -17,8 +18,11 @@ from paceline.deploy.config.learning_settings import replay_settings
 
 
 @pytest.mark.usefixtures("deepspeed")
-def test_every_expert_of_a_quick_shift_is_trained(tmp_path: Path) -> None:
+def test_every_expert_of_a_quick_shift_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The quick run's own prompts and rounds, a tiny draft, and made-up answers."""
+    monkeypatch.setattr(prompts, "_GENERATED", 400)  # it uses the first 32
     line = ["--quick", "--target", "small", "--out", str(tmp_path)]
     lab = Lab(lab_arguments("A lab.").parse_args(line), QUICK)
     lab.draft = tmp_path / "draft"

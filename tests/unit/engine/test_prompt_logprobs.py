@@ -108,8 +108,9 @@ def test_they_survive_preemption(lengths: list[int], chunk: int, blocks: int) ->
     fields = {"prompt_logprobs": 1, "max_tokens": 30, "ignore_eos": True}
     asked = [request(f"r{i}", prompt, **fields) for i, prompt in enumerate(prompts)]
     crowded = run(make_engine(kv_positions=16 * blocks, prefill_chunk=chunk), asked)
+    plenty = make_engine(prefill_chunk=chunk)
     for one, prompt in zip(asked, prompts, strict=True):
-        alone = run(make_engine(prefill_chunk=chunk), [one])[one.request_id]
+        alone = run(plenty, [one])[one.request_id]
         found = crowded[one.request_id]
         assert tokens_of(found) == tokens_of(alone)
         values = [[e.logprob for e in scored(outputs)] for outputs in (found, alone)]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from fixture_models import SMALL_MODELS
 
 from paceline.deploy.cli.main import main
 
@@ -91,23 +93,32 @@ def test_history_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("yaml", "said"),
+    ("changes", "said"),
     [
-        ("prot: 9000", "prot: no such key"),
-        ("target: {path: /nowhere}", "paceline: target: no model folder at /nowhere"),
-        ("target: {path: someone/something}", "no such model in the Hugging Face cache"),
+        ({"prot": 9000}, "prot: no such key; did you mean port?"),
+        ({"target.path": "/nowhere"}, "target: no model folder at /nowhere"),
+        ({"target.path": "someone/something"}, "no such model in the Hugging Face cache"),
+        ({"drafts.general": "/nowhere"}, "draft general: no model folder at /nowhere"),
+        ({"router.path": "/nowhere"}, "router: no model folder"),
+        ({"drafts.topics": ["law"]}, "none of drafts.topics (law)"),
+        ({"target.device": "gpu"}, "target.device: 'gpu' is none of auto"),
+        ({"state_dir": "/proc/paceline"}, "state_dir: cannot write to /proc/paceline"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_one_line_and_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], yaml: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str
 ) -> None:
-    file = tmp_path / "bad.yaml"
-    file.write_text(yaml)
+    file, config = tmp_path / "bad.yaml", dict[str, Any]()
+    for key, value in (SMALL_MODELS | {"state_dir": str(tmp_path)} | changes).items():
+        section, _, name = key.rpartition(".")
+        (config.setdefault(section, {}) if section else config)[name] = value
+    file.write_text(yaml.safe_dump(config))
     assert main(["serve", str(file)]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.startswith("paceline: ")
-    assert error.count("\n") == 1
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.err.startswith("paceline: ")
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
 
 
 @pytest.mark.parametrize("words", [["serve"], ["demo", "--out", "demo"]])
