@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.actors.engine.compatibility import context_length, read_config
 from paceline.actors.engine.engine import Engine
@@ -40,7 +40,7 @@ from paceline.actors.speculation.proposer import INITIAL_SUFFIX, Proposer
 from paceline.actors.speculation.suffix import index as suffix_index
 from paceline.actors.speculation.suffix.arm import SuffixArm
 from paceline.actors.speculation.suffix.store import SuffixStore
-from paceline.actors.weights.checkpoint import has_shared_head
+from paceline.actors.weights.checkpoint import has_shared_head, read_architecture
 from paceline.actors.weights.eagle import (
     Draft,
     EagleDraft,
@@ -123,10 +123,7 @@ def draft_memory(settings: TargetSettings, dtype: torch.dtype) -> DraftMemory:
 
 def draft_config(path: str) -> PreTrainedConfig:
     """Return a draft's config: an EAGLE draft's trunk's."""
-    if is_eagle(path):
-        return trunk_config(path)
-    config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True)
-    return config
+    return trunk_config(path) if is_eagle(path) else read_architecture(path, "draft")
 
 
 def _num_elements(folder: Path, without: Collection[str] = ()) -> int:

@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from paceline.actors.weights.checkpoint import (
     ModelError,
     ends_of,
     has_shared_head,
     opened,
+    read_architecture,
     weight_files,
 )
 from paceline.actors.weights.codes import give_codes, read_codes
@@ -116,7 +117,7 @@ class SharedHead(nn.Module):
 
 def shares_ends(folder: str | Path) -> bool:
     """Whether the causal LM in a folder shares its target's ends."""
-    return has_shared_head(AutoConfig.from_pretrained(folder, local_files_only=True))
+    return has_shared_head(read_architecture(folder, "draft"))
 
 
 def share_ends(model: PreTrainedModel, ends: TargetEnds) -> PreTrainedModel:

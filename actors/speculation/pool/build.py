@@ -8,7 +8,6 @@ import os
 import secrets
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
 
 from paceline.actors.engine.build import build_stacks, draft_config, kv_positions
 from paceline.actors.engine.compatibility import context_length
@@ -20,6 +19,7 @@ from paceline.actors.speculation.pool.drafter import Drafter
 from paceline.actors.speculation.pool.hidden_states import ReceivedStates
 from paceline.actors.speculation.pool.server import ExpertServer
 from paceline.actors.speculation.pool.settings import ExpertSettings
+from paceline.actors.weights.checkpoint import read_architecture
 from paceline.actors.weights.eagle import is_eagle
 
 _PREFILL_CHUNK = 64  # tokens: a request waits for one chunk
@@ -41,11 +41,9 @@ def expert_kv_positions(
 
     Raises:
         ValueError: a single request would not fit.
-        OSError: a model folder cannot be read.
+        ModelError: a model folder cannot be read.
     """
-    target: PreTrainedConfig = AutoConfig.from_pretrained(
-        settings.target.model_path, local_files_only=True
-    )
+    target = read_architecture(settings.target.model_path, "target")
     targets = math.ceil(settings.max_sequences / settings.target.max_num_seqs)
     # On the CPU: free memory of the expert's device does not bound the target's.
     each = kv_positions(settings.target, target, dtype, torch.device("cpu"), length)
@@ -76,13 +74,11 @@ def build_server(settings: ExpertSettings, host: str | None = None) -> ExpertSer
     Raises:
         ValueError: an unknown dtype, a target without a context length, or a KV cache smaller
             than one request.
-        OSError: a model folder cannot be read.
+        ModelError: a model folder cannot be read.
     """
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.target.dtype, device)
-    config: PreTrainedConfig = AutoConfig.from_pretrained(
-        settings.target.model_path, local_files_only=True
-    )
+    config = read_architecture(settings.target.model_path, "target")
     own = dataclasses.replace(
         settings.target,
         drafts={settings.expert: settings.target.drafts[settings.expert]},
