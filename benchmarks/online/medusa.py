@@ -32,6 +32,7 @@ from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
 from paceline.actors.replay.record import MAX_LENGTH, ReplayRecord
 from paceline.actors.speculation.medusa import HeadsConfig, MedusaHeads, save_heads
+from paceline.actors.training.deepspeed_setup import training_dtype
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.medusa import (
     HeadTrainingSettings,
@@ -92,7 +93,8 @@ class Drafts:
         return figures
 
     def _heads(self, folder: Path, records: Sequence[ReplayRecord]) -> dict[str, Any]:
-        dtype = resolve_dtype("auto", resolve_device("auto"))
+        device = resolve_device("auto")
+        dtype = resolve_dtype("auto", device)
         target = load_causal_lm(self._lab.target, dtype, attention="sdpa")
         texts = (
             [(r.prompt_token_ids.tolist(), r.output_token_ids.tolist()) for r in side]
@@ -103,7 +105,8 @@ class Drafts:
         # an output matrix for every head, as in the paper
         config = HeadsConfig(_NUM_HEADS, output.shape[1], output.shape[0], True)
         heads = MedusaHeads(config, output)
-        settings: dict[str, Any] = {"learning_rate": _HEAD_RATE, "dtype": dtype, "seed": 0}
+        settings: dict[str, Any] = {"learning_rate": _HEAD_RATE, "seed": 0}
+        settings["dtype"] = training_dtype("auto", device)
         positions = HeadTrainingSettings(steps=1, **settings).positions
         steps = -(-len(dataset.labels) // positions) * self._passes
         train_heads(heads, dataset, HeadTrainingSettings(steps=steps, **settings))
