@@ -37,6 +37,7 @@ from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.draft_start import start_linear
 from paceline.actors.training.eagle import FULL, STEPS, Effort, state_basis
 from paceline.actors.training.expert_evaluation import step_agreement
+from paceline.actors.training.forward import load_trainable
 from paceline.actors.training.optimizer_state import load_checkpoint, save_checkpoint
 from paceline.actors.training.settings import DistillerSettings
 from paceline.actors.training.shares import make_shares
@@ -44,8 +45,8 @@ from paceline.actors.training.synthetic.prompts import first_turn, synthetic_pro
 from paceline.actors.weights.eagle import (
     BASIS,
     VOCABULARY,
+    EagleDraft,
     choose_vocabulary,
-    load_draft,
     new_draft,
     read_draft,
     save_draft,
@@ -343,7 +344,8 @@ class DraftMaker:
 
     def _begin(self, folder: Path) -> None:
         """Choose a new draft's vocabulary and first weights."""
-        draft = load_draft(folder, self._settings.target, torch.float32, self.device)
+        draft = load_trainable(str(folder), self._settings.target, torch.float32, self.device)
+        assert isinstance(draft, EagleDraft)
         ids = choose_vocabulary(
             token_counts(self._records),
             plain_tokens(self._tokenizer),

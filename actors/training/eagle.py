@@ -242,6 +242,7 @@ class _Spans:
 
     Attributes:
         starts: int64 ``[B]``, the first column of each row.
+        width: M.
         rows: int64 ``[P]``, of each place.
         columns: int64 ``[P]``, of each place; the last ones are repeated.
     """
@@ -255,10 +256,10 @@ class _Spans:
         places = torch.cat([places, places[-1:].expand(extra)])
         self.rows = torch.bucketize(places, self._offsets, right=True) - 1
         self.columns = places - self._offsets[self.rows] + starts[self.rows]
-        width = -(-int(counts.max()) // _COLUMNS) * _COLUMNS
-        across = torch.arange(width, device=starts.device)
+        self.width = -(-int(counts.max()) // _COLUMNS) * _COLUMNS
+        across = torch.arange(self.width, device=starts.device)
         self._padded = self._offsets[:, None] + across.minimum(counts[:, None] - 1)
-        self._kept = self.rows * width + self.columns - starts[self.rows]
+        self._kept = self.rows * self.width + self.columns - starts[self.rows]
 
     def place(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The places of columns of rows, int64 like them."""
@@ -341,11 +342,11 @@ class _StepTrunk:
 
     def _seen(self, spans: _Spans) -> Tensor:
         """Which keys each column sees, bool ``[B, M, T + j * M]`` in step j."""
-        columns, every = spans.padded_columns(), self._every.padded_columns()
-        first = torch.arange(every.shape[1], device=every.device)  # a row's padding comes last
+        columns = spans.padded_columns()
+        first = torch.arange(self._every.width, device=columns.device)  # a row's padding comes last
         seen = [columns[:, :, None] - first >= self._done]
         if self._done:
-            at = torch.arange(columns.shape[1], device=columns.device)
+            at = torch.arange(spans.width, device=columns.device)
             for ago in reversed(range(self._done)):
                 seen.append((at[:, None] - at == ago).expand(len(columns), -1, -1))
         return torch.cat(seen, dim=2)

@@ -105,8 +105,8 @@ class Drafts:
         # an output matrix for every head, as in the paper
         config = HeadsConfig(_NUM_HEADS, output.shape[1], output.shape[0], True)
         heads = MedusaHeads(config, output)
-        settings: dict[str, Any] = {"learning_rate": _HEAD_RATE, "seed": 0}
-        settings["dtype"] = training_dtype("auto", device)
+        trained = training_dtype("auto", device)
+        settings: dict[str, Any] = {"learning_rate": _HEAD_RATE, "dtype": trained, "seed": 0}
         positions = HeadTrainingSettings(steps=1, **settings).positions
         steps = -(-len(dataset.labels) // positions) * self._passes
         train_heads(heads, dataset, HeadTrainingSettings(steps=steps, **settings))
