@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from paceline.actors.priority import lower_process_priority
 from paceline.actors.replay.host import ShardHostHandle, shard_of
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.training.permits import ResourceSlot
@@ -101,8 +102,18 @@ class LearningActors:
 
 
 def restarted_actor(cls: type, name: str, options: Mapping[str, Any]) -> Any:
-    """The class as a named actor that Ray restarts for ever; calls are never repeated."""
-    actor = ray.remote(**options, max_restarts=-1, max_task_retries=0)(cls)
+    """The class as a named actor that Ray restarts for ever; calls are never repeated.
+
+    Once it is constructed, its process gives way to those that serve.
+    """
+
+    class GivesWay(cls):  # type: ignore[misc]
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
+            lower_process_priority()
+
+    GivesWay.__name__ = GivesWay.__qualname__ = cls.__name__  # which Ray's titles show
+    actor = ray.remote(**options, max_restarts=-1, max_task_retries=0)(GivesWay)
     return actor.options(name=name, namespace=NAMESPACE)
 
 

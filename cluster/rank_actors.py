@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec
 import ray
 
 from paceline.actors.handles import remote_method
-from paceline.actors.training.background import lower_priority
+from paceline.actors.priority import lower_priority
 from paceline.actors.training.worker_group import WorkerSpec
 
 if TYPE_CHECKING:  # imports torch

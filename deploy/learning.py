@@ -16,8 +16,8 @@ import ray
 from ray.util import metrics
 
 from paceline.actors.engine.target_handle import TargetHandle
+from paceline.actors.priority import lower_priority
 from paceline.actors.replay.host import ShardHost, ShardHostHandle, remove_records
-from paceline.actors.training.background import lower_priority
 from paceline.actors.training.permits import TrainerIdentity
 from paceline.actors.training.progress import TrainerStatus
 from paceline.actors.training.scorer import Scorer, ScorerTable

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 
+from paceline.actors.priority import lower_priority
 from paceline.actors.training.progress import Stopped
 
 logger = logging.getLogger(__name__)
@@ -82,18 +82,3 @@ class BackgroundLoop:
                     self.stopping.wait(_RETRY_S)
         finally:
             self._close()
-
-
-def lower_priority() -> None:
-    """Give way to everything else: SCHED_IDLE for this thread if allowed, else nice 19.
-
-    On Linux both are of the thread and of those that it starts from now on.
-    """
-    try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except (AttributeError, OSError):
-        logger.info("no SCHED_IDLE here, nice 19 instead")
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, 19)
-    except OSError:
-        logger.info("could not lower the priority", exc_info=True)

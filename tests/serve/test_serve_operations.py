@@ -1,8 +1,11 @@
 """An operator's commands against the real application."""
 
+import os
+import sys
 import time
 
 import httpx
+import processes
 import pytest
 
 from paceline.deploy.cli.main import main
@@ -19,6 +22,17 @@ def test_status_is_one_screen(base_url: str, capsys: pytest.CaptureFixture[str])
     assert base_url in screen
     assert "does not answer" not in screen
     assert len(screen.splitlines()) < 50
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such priority")
+def test_what_learns_gives_way_to_what_serves(base_url: str) -> None:
+    def policies(role: str) -> set[int]:
+        threads = [thread.id for process in processes.of(role) for thread in process.threads()]
+        return set(map(os.sched_getscheduler, threads))
+
+    assert httpx.get(f"{base_url}/health").is_success
+    assert policies("registry") == policies("scheduler") == policies("shard") == {os.SCHED_IDLE}
+    assert policies("target") == policies("ingress") == {os.SCHED_OTHER}
 
 
 def test_a_drained_server_takes_nothing_new_until_it_is_let(
