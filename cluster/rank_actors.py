@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec
 import ray
 
 from paceline.actors.handles import remote_method
-from paceline.actors.priority import lower_priority
+from paceline.actors.priority import lower_process_priority
 from paceline.actors.training.worker_group import WorkerSpec
 
 if TYPE_CHECKING:  # imports torch
@@ -34,7 +34,7 @@ class RankActor:
             timeout_s: longest wait for the other ranks.
         """
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        lower_priority()
+        lower_process_priority()
         import torch
 
         from paceline.actors.training.worker_group import Worker
