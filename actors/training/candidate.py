@@ -303,6 +303,8 @@ class Candidate:
     ) -> Compared:
         """Score the better of the trained weights and those half way, beside the served ones.
 
+        Which is better the tests say; while there are none, the held-out records.
+
         Args:
             records: held-out ones, usable. Those that expire meanwhile get no served score: nan.
             before_batch: called before each forward, see ``score_steps``.
@@ -315,7 +317,9 @@ class Candidate:
             return oldest
 
         states = self._states()
-        found = [self._score(state, records, before_each) for state in states]
+        gained = [sum(own) for own in zip(*self.tests, strict=True)]
+        judged = (int(gained[1] > gained[0]),) if gained else (0, 1)
+        found = {which: self._score(states[which], records, before_each) for which in judged}
         self._ahead = False  # until the served draft is scored
         new = [r for r in records if r.request_id not in self._served_scores]
         if new:
@@ -327,12 +331,12 @@ class Candidate:
             served[[r.created < oldest for r in records]] = math.nan
         # scores of records that are not sampled any more are dropped: a publication may be days off
         self._keep_scores(records, served)
-        tests = [[pair[i] for pair in self.tests] for i in (0, 1)]
         known = np.isfinite(served)  # as the gate counts
-        held_out = [float((own - served)[known].sum()) for own in found]
-        best = int(held_out[1] + sum(tests[1]) > held_out[0] + sum(tests[0]))
+        held_out = {which: float((own - served)[known].sum()) for which, own in found.items()}
+        best = max(judged, key=lambda which: held_out[which])
         self._ahead = held_out[best] > 0.0
-        return Compared(found[best], served, states[best], tests[best], bool(best))
+        tests = [pair[best] for pair in self.tests]
+        return Compared(found[best], served, states[best], tests, bool(best))
 
     def _keep_scores(self, records: Sequence[ReplayRecord], scores: NDArray[np.float64]) -> None:
         self._served_scores = {

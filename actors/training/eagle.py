@@ -8,7 +8,7 @@ computed; from the second on it reads its own hidden states of the step before, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,6 +154,12 @@ def eagle_objective(
     return Objective(mean("loss"), mean("per_record"), mean("expected_acceptance"))
 
 
+def parts_of(states: Tensor) -> Iterator[slice]:
+    """Parts of states ``[N, H]`` whose logits may exist at a time."""
+    count = _POSITIONS if states.device.type == "cpu" else _GPU_POSITIONS
+    return (slice(start, start + count) for start in range(0, len(states), count))
+
+
 class _HeadLosses(torch.autograd.Function):
     """Losses from states, a part of the positions at a time.
 
@@ -173,9 +179,7 @@ class _HeadLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weighted loss (a scalar), and loss and acceptance of every position, ``[N]`` each."""
         gradient, losses, accepted = torch.empty_like(states), [], []
-        count = _POSITIONS if states.device.type == "cpu" else _GPU_POSITIONS
-        for start in range(0, len(states), count):
-            at = slice(start, start + count)
+        for at in parts_of(states):
             part, head, added = batch.positions(at), draft.head, None
             if effort.tokens is not None:
                 assert effort.rng is not None

@@ -16,7 +16,7 @@ from paceline.actors.training.adapters import load_state
 from paceline.actors.training.batches import Batch, make_batch, usable, within
 from paceline.actors.training.deepspeed_setup import training_dtype
 from paceline.actors.training.eagle import STEPS
-from paceline.actors.training.forward import draft_logits, load_trainable, trains_on
+from paceline.actors.training.forward import load_trainable, score_positions, trains_on
 from paceline.actors.training.settings import ScorerSettings
 from paceline.actors.weights.eagle import SUPPORT, Draft, EagleDraft
 from paceline.actors.weights.flat_weights import FlatWeights, unflatten
@@ -81,7 +81,7 @@ def score_steps(
     Args:
         draft: in eval mode, with the weights and in the dtype that are served.
         records: all usable.
-        score: logits ``[N, V]`` and their positions to scores ``[N]``.
+        score: see :func:`paceline.actors.training.forward.score_positions`.
         max_length: tokens per record at most.
         batch_size: records per forward.
         before_batch: called before each forward; may wait for a permit, or raise. Records of the
@@ -98,10 +98,9 @@ def score_steps(
         if not len(own):
             continue
         batch = make_batch([records[i] for i in own], max_length).to(draft.device)
-        steps, own_labels = draft_logits(draft, batch)
-        values = torch.stack([score(logits, own_labels) for logits in steps])
+        values = score_positions(draft, batch, score)
         # new_zeros: the default dtype differs while another thread loads a model
-        sums = values.new_zeros(len(steps), batch.num_records).index_add_(1, batch.rows, values)
+        sums = values.new_zeros(len(values), batch.num_records).index_add_(1, batch.rows, values)
         counts = torch.bincount(batch.rows, minlength=batch.num_records)
         scores[:, own] = (sums / counts).cpu().numpy()
     return scores

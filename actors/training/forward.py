@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -23,22 +24,25 @@ _POSITIONS = 64
 _TOLERANCE = 0.05  # relative; bfloat16's own error is a fifth of it
 
 
-def draft_logits(draft: Draft, batch: Batch) -> tuple[list[Tensor], Batch]:
-    """Logits of a batch's positions, and the labels that they are to be compared with.
+def score_positions(draft: Draft, batch: Batch, score: Callable[[Tensor, Batch], Tensor]) -> Tensor:
+    """Scores ``[S, N]`` of every drafted step at a batch's positions; S is 1 but for EAGLE.
 
     Args:
         draft: a causal LM or an EAGLE draft.
         batch: the N positions.
-
-    Returns:
-        logits ``[N, V]``, of a causal LM once, of an EAGLE draft of every step; and the batch in
-        the draft's vocabulary.
+        score: logits ``[n, V]`` and the labels that they are to be compared with, in the draft's
+            vocabulary, to scores ``[n]``.
     """
     if not isinstance(draft, EagleDraft):
-        return [logits_at(draft, batch)], batch
-    states = eagle.step_states(draft, batch)
-    logits = [eagle.head_logits(draft, own) for own in states]
-    return logits, eagle.draft_vocabulary(draft, batch)
+        return score(logits_at(draft, batch), batch)[None]
+    own, steps = eagle.draft_vocabulary(draft, batch), []
+    for states in eagle.step_states(draft, batch):
+        parts = [
+            score(eagle.head_logits(draft, states[at]), own.positions(at))
+            for at in eagle.parts_of(states)
+        ]
+        steps.append(torch.cat(parts))
+    return torch.stack(steps)
 
 
 def logits_at(draft: PreTrainedModel, batch: Batch) -> Tensor:

@@ -30,7 +30,7 @@ from paceline.actors.training.batches import make_batch
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import MicroStep
 from paceline.actors.training.expert_evaluation import score_records
-from paceline.actors.training.forward import draft_logits, load_trainable
+from paceline.actors.training.forward import load_trainable, score_positions
 from paceline.actors.training.permits import Assignment
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share
@@ -295,8 +295,9 @@ class Evaluator:
         found: list[NDArray[np.bool_]] = []
         for start in range(0, len(records), _BATCH):
             own = make_batch(records[start : start + _BATCH], MAX_LENGTH).to(self._draft.device)
-            steps, labels = draft_logits(self._draft, own)
-            agree = torch.stack([logits.argmax(-1) == labels.output_ids for logits in steps])
+            agree = score_positions(
+                self._draft, own, lambda logits, labels: logits.argmax(-1) == labels.output_ids
+            )
             rows = own.rows.cpu().numpy()
             found += [agree.cpu().numpy()[:, rows == row] for row in range(own.num_records)]
         return found

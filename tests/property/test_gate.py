@@ -104,10 +104,9 @@ def published(
             count = 3 * look + 1
             noise = (1.0 - similar**2) ** 0.5 * pairs(count)
             held_out, earlier = gain + similar * own[:, :count] + noise, tests[:, 13 : 13 * look]
-            gains = [
-                (h.tolist(), e.tolist()) for h, e in zip(held_out, earlier[:, -64:], strict=True)
-            ]
-            if judged(*max(gains, key=lambda pair: sum(pair[0]) + sum(pair[1])), look).publish:
+            earlier = earlier[:, -64:]
+            better = int(np.argmax((earlier if earlier.size else held_out).sum(axis=1)))
+            if judged(held_out[better].tolist(), earlier[better].tolist(), look).publish:
                 found[trial] = look
                 break
     return found

@@ -35,7 +35,7 @@ from paceline.actors.training.batches import make_batch, token_counts
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.eagle import state_basis, step_states
-from paceline.actors.training.forward import draft_logits
+from paceline.actors.training.forward import score_positions
 from paceline.actors.training.settings import DistillerSettings, ObjectiveSettings, TrainerSettings
 from paceline.actors.training.shares import make_shares, split_share
 from paceline.actors.weights.checkpoint import ModelError
@@ -515,7 +515,7 @@ def test_drafts_are_those_of_the_trained_module(target: Path, draft: Path) -> No
     batch = make_batch([record], 512)
     assert batch.hidden is not None
     with torch.inference_mode():
-        logits, _ = draft_logits(model, batch)
+        logits = score_positions(model, batch, lambda own, _: own)
     ids = model.get_buffer(VOCABULARY)
     best = [ids[own[:, :-1].argmax(-1)].tolist() for own in logits]
     drafted, accepted = record.draft_token_ids.tolist(), record.accepted.tolist()
@@ -614,9 +614,11 @@ def test_the_loss_in_parts_is_the_loss_of_all_positions(
     found.loss.backward()
     parts = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    steps, own = draft_logits(model, batch)
+    own, steps = eagle.draft_vocabulary(model, batch), eagle.step_states(model, batch)
     shares = np.array([eagle.STEP_DECAY**i for i in range(len(steps))])
-    goals = [objective(logits, own, settings, weights) for logits in steps]
+    goals = [
+        objective(eagle.head_logits(model, states), own, settings, weights) for states in steps
+    ]
     whole = sum(share * goal.loss for share, goal in zip(shares / shares.sum(), goals, strict=True))
     assert isinstance(whole, torch.Tensor)
     whole.backward()
