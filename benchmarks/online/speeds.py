@@ -1,4 +1,4 @@
-"""Wall-clock speed of a topic's stream: plain, frozen, by suffixes, and with a draft that learns.
+"""Wall-clock speed of a topic's stream: plain, and with frozen draft, suffixes, one that learns.
 
     make bench-speeds ARGS="--data ../shared/data"
 
@@ -39,7 +39,8 @@ from paceline.actors.engine.request import DRAFT_OFF
 from paceline.actors.router.policy import GENERAL
 from paceline.actors.speculation.pending_updates import SwapWeights
 
-PLAIN, DAY_0, SUFFIX, ONLINE, BOTH = "plain", "frozen", "suffix", "online", "online and suffix"
+PLAIN, DAY_0, SUFFIX, ONLINE = "plain", "frozen", "suffix", "online"
+DAY_0_BOTH, BOTH = "frozen and suffix", "online and suffix"
 COUNTED_IN = "{}, training counted in"
 _LEARNING = (ONLINE, BOTH)
 
@@ -52,6 +53,7 @@ def arms_of(lab: Lab, topic: str) -> dict[str, tuple[Engine, str]]:
         DAY_0: (drafts, FROZEN),
         SUFFIX: (lab.engine([], k=None, suffix="topic"), ""),
         ONLINE: (drafts, topic),
+        DAY_0_BOTH: (lab.engine([GENERAL], k=None, suffix="topic"), FROZEN),
         BOTH: (lab.engine([topic], k=None, suffix="topic"), topic),
     }
 

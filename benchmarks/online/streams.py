@@ -15,7 +15,7 @@ from the training side. Units that are there are kept, and figures are written a
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,6 @@ import pandas as pd
 from experts import Offline, distil, prepare
 from harness import Interval, Sample, bootstrap, interval, machine, parsed, say, show, write
 from prompts import HUB
-from torch import Tensor
 
 from online.lab import QUICK, Lab, Sizes, lab_arguments
 from online.learner import Learner, Learning
@@ -38,7 +37,7 @@ from paceline.actors.training.distiller import Distiller
 ORDER = ("math", "sql", "shell", "code")
 FOLDER_TOPICS = (*ORDER, "chat", "finance")
 PARTS = ("streams", "seeds", "synthetic", "ceilings")
-SERVED = ("frozen", "suffix", "online", "both")
+SERVED = ("frozen", "suffix", "online", "frozen_both", "both")
 COUNTS = ("rounds", "accepted", "drafted", "tokens")
 LEAST_GAP = 0.15  # from frozen to ceiling, below which a share of it says little
 SHARE = 0.9  # of such a gap that is to be closed
@@ -52,13 +51,6 @@ def counts_of(tallies: Iterable[Tally], records: Sequence[ReplayRecord]) -> list
         [own.rounds, own.accepted, own.drafted, len(record.output_token_ids)]
         for own, record in zip(tallies, records, strict=True)
     ]
-
-
-def counts_with(
-    lab: Lab, state: Mapping[str, Tensor] | None, records: Sequence[ReplayRecord]
-) -> list[list[int]]:
-    """``COUNTS`` of answers with these weights; None are the initial ones."""
-    return counts_of(lab.replayed(lab.evaluator.agreements(state, records)), records)
 
 
 def learn(
@@ -92,16 +84,21 @@ def learn(
 def stream(lab: Lab, topic: str, learning: Learning, *, run: bool = True) -> Unit | None:
     """A topic's stream, from disk or run now; None if it is missing and not to be run.
 
-    ``frozen``, ``online``, ``suffix``, ``both``: counts per request, the last of ``online`` and
-    ``suffix`` together as they are served by default; ``checkpoints``: scores per test prompt by
-    requests; ``test_frozen``, ``test_online``, ``test_suffix``, ``test_both``: counts of the test
-    with the initial weights, with the last, with all answers of the stream known, and with both;
+    ``frozen``, ``online``, ``suffix``, ``frozen_both``, ``both``: counts per request, the last two
+    of a draft and ``suffix`` together, ``both`` with the draft that learns, as is served by
+    default; ``checkpoints``: scores per test prompt by requests; ``test_`` and these names: counts
+    of the test, with the last weights and with all answers of the stream known;
     ``learning``: cost and decisions; ``synthetic``: what was made up.
     """
 
     def make() -> Unit:
         records, test = lab.stream_records(topic), lab.test_records(topic)
-        found: Unit = {"machine": machine(), "frozen": counts_with(lab, None, records)}
+        first = [lab.evaluator.agreements(None, own) for own in (records, test)]
+        found: Unit = {
+            "machine": machine(),
+            "frozen": counts_of(lab.replayed(first[0]), records),
+            "test_frozen": counts_of(lab.replayed(first[1]), test),
+        }
         scores, agreements = {"0": lab.scores(topic, None)}, list[Agreement]()
         with lab.learner([topic], learning) as (learner, synthetic):
             for learnt in learn(lab, learner, records):
@@ -117,12 +114,13 @@ def stream(lab: Lab, topic: str, learning: Learning, *, run: bool = True) -> Uni
         k, most = lab.sizes.k, lab.sizes.max_tokens
         found["suffix"] = counts_of(replayed_suffixes(records, k, most), records)
         found["test_suffix"] = counts_of(replayed_suffixes(test, k, most, records), test)
-        found["test_frozen"] = counts_with(lab, None, test)
         at_last = lab.evaluator.agreements(state, test)
         found["test_online"] = counts_of(lab.replayed(at_last), test)
-        both = Both(k, most)  # first over the stream: the test's requests come after it
-        found["both"] = counts_of(map(both.replayed, records, agreements), records)
-        return found | {"test_both": counts_of(map(both.replayed, test, at_last), test)}
+        for name, own in (("frozen_both", first), ("both", (agreements, at_last))):
+            both = Both(k, most)  # first over the stream: the test's requests come after it
+            found[name] = counts_of(map(both.replayed, records, own[0]), records)
+            found[f"test_{name}"] = counts_of(map(both.replayed, test, own[1]), test)
+        return found
 
     sizes = {"stream": len(lab.stream(topic)), "checkpoints": list(lab.sizes.checkpoints)}
     settings = lab.settings([topic], {"learning": asdict(learning), **sizes})
@@ -140,7 +138,8 @@ def ceiling(lab: Lab, topic: str, offline: Offline, *, run: bool = True) -> Unit
     def make() -> Unit:
         distiller = Distiller(str(lab.draft), lab.trainer([topic]).distiller)
         state, facts = distil(lab.stream_records(topic, most), distiller, offline)
-        counts = counts_with(lab, state, lab.test_records(topic))
+        test = lab.test_records(topic)
+        counts = counts_of(lab.replayed(lab.evaluator.agreements(state, test)), test)
         return {"test": lab.scores(topic, state), "test_counts": counts, **facts}
 
     return lab.unit(f"ceiling-{topic}", settings, make if run else None)
