@@ -19,6 +19,7 @@ COLOURS = {
     "frozen": FROZEN,
     "online": ONLINE,
     "suffix": "#4f8a5b",
+    "frozen_both": "#b39bc4",
     "both": "#7a4f9a",
     "with synthetic prompts": "#b8860b",
 }
