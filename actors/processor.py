@@ -17,8 +17,8 @@ def cpuinfo(field: str) -> str:
 
 
 def has_tiles() -> bool:
-    """Whether it multiplies tiles of bfloat16 (AMX)."""
-    return bool(torch.cpu._is_amx_tile_supported())
+    """Whether it multiplies tiles of bfloat16 (AMX) and the system lets this process do so."""
+    return bool(torch.cpu._is_amx_tile_supported()) and bool(torch.cpu._init_amx())
 
 
 def has_bfloat16() -> bool:

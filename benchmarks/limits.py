@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/limits.py --target smollm2 --threads 2
 
 Two limits are measured in the same run: reading memory from end to end, and products in registers
-(of floats, or dot products of bfloat16 where those are faster). A forward must read every weight
-once, as it is packed, and multiply it with every row, and read the keys and values of every row's
-context; all else is not counted, so the share of the limit is a lower bound. Each time is the best
-of several, all sizes in turns.
+(of floats, or dot products or tiles of bfloat16 where those are faster). A forward must read every
+weight once, as it is packed, and multiply it with every row, and read the keys and values of every
+row's context; all else is not counted, so the share of the limit is a lower bound. Each time is the
+best of several, all sizes in turns.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from models import find_models
 from paceline.actors.engine.fused import FusedDecoder
 from paceline.actors.engine.model_loader import load_causal_lm, resolve_dtype
 from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.processor import has_tiles
 from paceline.actors.speculation.profiling import stepper
 
 _SOURCE = Path(__file__).with_name("limits.cpp")
@@ -47,10 +48,12 @@ class Limits:
         assert compiler is not None, "needs a C++ compiler"
         with tempfile.TemporaryDirectory() as folder:
             library = f"{folder}/limits.so"
-            flags = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
+            flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"]
+            flags += ["-DTILES"] if has_tiles() else []
             subprocess.run([compiler, *flags, str(_SOURCE), "-o", library], check=True)
             own = ctypes.CDLL(library)
-        self._products, self._read = (own.multiply_add, own.dot_products), own.read_all
+        self._products = own.multiply_add, own.dot_products, own.tile_products
+        self._read = own.read_all
         for products in self._products:
             products.argtypes = [ctypes.c_int64, ctypes.c_float, ctypes.c_void_p]
             products.restype = ctypes.c_int64
@@ -66,7 +69,7 @@ class Limits:
         return done / (time.perf_counter() - began)
 
     def flops(self) -> float:
-        """Floating point operations per second, of floats or dot products: what is faster."""
+        """Floating point operations per second, of floats, dot products or tiles: the most."""
         sums = [ctypes.c_float(0.0) for _ in range(self._threads)]
 
         def rate(products: Any) -> float:

@@ -10,23 +10,27 @@ import pytest
 import torch
 
 from paceline.actors.engine.native import library
+from paceline.actors.processor import has_tiles
 
 # What each has: vectors of four lanes; of eight; of sixteen; dot products of bfloat16, slower than
-# floats (Intel's) and faster (AMD's).
+# floats (Intel's) and faster (AMD's); tiles too.
 PROCESSORS = {
     "x86-64": "-march=x86-64",
     "haswell": "-march=haswell",
     "skylake-avx512": "-march=skylake-avx512",
     "sapphirerapids": "-march=skylake-avx512 -mavx512bf16 -DPACELINE_MULTIPLY_ADDS",
     "znver4": "-march=skylake-avx512 -mavx512bf16",
+    "amx": "-march=skylake-avx512 -mavx512bf16 -mamx-tile -mamx-bf16 -DPACELINE_MULTIPLY_ADDS "
+    "-DPACELINE_TILES_ALLOWED",
 }
-WITH_CODES = ("sapphirerapids", "znver4")  # of quantized checkpoints
+WITH_CODES = ("sapphirerapids", "znver4", "amx")  # of quantized checkpoints
 WITH_PAIRS = ("skylake-avx512", *WITH_CODES)  # of bfloat16 in the cache of keys and values
 _CAN_RUN = {
     "x86-64": lambda: True,
     "haswell": torch.cpu._is_avx2_supported,
     "skylake-avx512": torch.cpu._is_avx512_supported,
     **dict.fromkeys(WITH_CODES, torch.cpu._is_avx512_bf16_supported),
+    "amx": has_tiles,
 }
 
 
@@ -41,6 +45,7 @@ def kernels_of(processor: str) -> ctypes.CDLL | None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(library, "_FLAGS", flags)
         patched.setattr(library, "_FLAGS_OF_VENDOR", {})
+        patched.setattr(library, "_FLAGS_OF_TILES", ())
         path = library._build()
     return ctypes.CDLL(str(path)) if _CAN_RUN[processor]() else None
 

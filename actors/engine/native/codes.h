@@ -15,29 +15,122 @@ constexpr int64_t kGroup = 32;  // columns of a scale
 
 #if defined(__AVX512BF16__)
 
-// 16 outputs' weights of 32 columns. Word `lane` of codes[j] has 32 / Bits codes: the v-th, counted
-// from its low bits, is that of output lane / 2 + 8 * (v % 2) and of column 32 / Bits * j + v / 2 * 2
-// + lane % 2. Codes of 8 bits have 128 added, and no min.
+// 16 outputs' weights of 32 columns. Codes of 8 bits have 128 added, and no min.
 template <int Bits>
 struct Group {
   uint16_t scale[kOutputs], min[Bits == 4 ? kOutputs : 0];
   uint32_t codes[Bits][16];
 };
 
-template <int Bits>
-struct Decoder {
-  __m512 scale[2], offset[2];
+inline __m512 half(const uint16_t* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
 
-  // A code is shifted to where, as mantissa under this exponent, it reads kBase + code.
+// A code is shifted to where, as mantissa under this exponent, it reads kBase + code.
+template <int Bits>
+struct Shifted {
   static constexpr int kAt = Bits == 4 ? 16 : 15;
   static constexpr float kBase = Bits == 4 ? 128.0f : 256.0f;
   static constexpr int kExponent = Bits == 4 ? 0x43000000 : 0x43800000;
 
+  // The V-th code of every word.
+  template <int V>
+  static __m512 one(__m512i words) {
+    constexpr int shift = kAt - V * Bits;
+    if constexpr (shift > 0) words = _mm512_slli_epi32(words, shift);
+    if constexpr (shift < 0) words = _mm512_srli_epi32(words, -shift);
+    const __m512i mask = _mm512_set1_epi32(((1 << Bits) - 1) << kAt);
+    return _mm512_castsi512_ps(
+        _mm512_ternarylogic_epi32(words, mask, _mm512_set1_epi32(kExponent), 0xEA));  // & then |
+  }
+};
+
+// Where the code of a group's output and column lies.
+struct CodePlace {
+  int64_t line, word, shift;
+};
+
+#if PACELINE_TILES
+
+// Of 4 bits a line has the codes of four outputs: halves of words are columns, from the low bits on.
+// Of 8 bits it has those of two: words are columns, and 16 more in the next 8 bits.
+template <int Bits>
+inline CodePlace code_place(int64_t output, int64_t column) {
+  if constexpr (Bits == 4) return {output / 4, column / 2, column % 2 * 16 + output % 4 * 4};
+  return {output / 2, column % 16, output % 2 * 16 + column / 16 * 8};
+}
+
+// Numbers of 16 outputs, to be spread over vectors one by one: from memory, since shuffles would take
+// the unit that decoding needs most.
+class Spread {
+ public:
+  explicit Spread(__m512 numbers) {
+    _mm512_store_ps(numbers_, numbers);
+    asm volatile("" : "+m"(numbers_));
+  }
+  __m512 of(int output) const { return _mm512_set1_ps(numbers_[output]); }
+
+ private:
+  alignas(64) float numbers_[kOutputs];
+};
+
+// Decodes a group into the layout of products.h: 32 columns of one output after another. Those of 4
+// bits are looked up in a table of two outputs' 16 weights each.
+inline void decode_group(const Group<4>& group, Bf16* out) {
+  const __m512 codes = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i code = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
+  const Spread scale(half(group.scale)), min(half(group.min));
+#pragma GCC unroll 8
+  for (int n = 0; n < kOutputs; n += 2) {
+    const __m512i words = _mm512_loadu_si512(group.codes[n / 4]);
+    const auto weights = [&](int output) __attribute__((always_inline)) {
+      return _mm512_fmadd_ps(codes, scale.of(output), min.of(output));
+    };
+    const auto table = (__m512i)_mm512_cvtne2ps_pbh(weights(n + 1), weights(n));
+    const __m512i first = _mm512_srli_epi16(words, n % 4 * 4), next = _mm512_srli_epi16(words, n % 4 * 4 + 4);
+    const __m512i a = _mm512_and_si512(first, code);
+    const __m512i b = _mm512_ternarylogic_epi32(next, code, second, 0xEA);  // & then |
+    _mm512_storeu_si512(out + n * kGroup, _mm512_permutexvar_epi16(a, table));
+    _mm512_storeu_si512(out + (n + 1) * kGroup, _mm512_permutexvar_epi16(b, table));
+  }
+}
+
+inline void decode_group(const Group<8>& group, Bf16* out) {
+  const __m512 s = half(group.scale);
+  Spread scale(s), offset(_mm512_mul_ps(s, _mm512_set1_ps(-Shifted<8>::kBase - 128.0f)));
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) {
+    const __m512i words = _mm512_loadu_si512(group.codes[j]);
+    const auto put = [&](int n, __m512 low, __m512 high) __attribute__((always_inline)) {
+      const __m512 by = scale.of(n), plus = offset.of(n);
+      const auto pair = _mm512_cvtne2ps_pbh(_mm512_fmadd_ps(high, by, plus), _mm512_fmadd_ps(low, by, plus));
+      _mm512_storeu_si512(out + n * kGroup, (__m512i)pair);
+    };
+    put(2 * j, Shifted<8>::one<0>(words), Shifted<8>::one<1>(words));
+    put(2 * j + 1, Shifted<8>::one<2>(words), Shifted<8>::one<3>(words));
+  }
+}
+
+#else
+
+// A word has the v-th code, counted from its low bits, of output word / 2 + 8 * (v % 2) and of column
+// v / 2 * 2 + word % 2 of the line's.
+template <int Bits>
+inline CodePlace code_place(int64_t output, int64_t column) {
+  const int64_t inside = column % (32 / Bits);
+  return {column / (32 / Bits), output % 8 * 2 + inside % 2, (inside / 2 * 2 + output / 8) * Bits};
+}
+
+template <int Bits>
+struct Decoder {
+  __m512 scale[2], offset[2];
+
   void read(const Group<Bits>& group) {
+    constexpr float base = Shifted<Bits>::kBase;
     const __m512 s = half(group.scale);
     __m512 m;
-    if constexpr (Bits == 4) m = _mm512_fnmadd_ps(s, _mm512_set1_ps(kBase), half(group.min));
-    else m = _mm512_mul_ps(s, _mm512_set1_ps(-kBase - 128.0f));
+    if constexpr (Bits == 4) m = _mm512_fnmadd_ps(s, _mm512_set1_ps(base), half(group.min));
+    else m = _mm512_mul_ps(s, _mm512_set1_ps(-base - 128.0f));
     const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     for (int i = 0; i < 2; ++i) {
       const __m512i lanes = _mm512_add_epi32(twice, _mm512_set1_epi32(8 * i));
@@ -46,19 +139,9 @@ struct Decoder {
     }
   }
 
-  static __m512 half(const uint16_t* from) {
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  }
-
-  // The V-th code of every word.
   template <int V>
   __m512 one(__m512i words) const {
-    constexpr int shift = kAt - V * Bits;
-    if constexpr (shift > 0) words = _mm512_slli_epi32(words, shift);
-    if constexpr (shift < 0) words = _mm512_srli_epi32(words, -shift);
-    const __m512i mask = _mm512_set1_epi32(((1 << Bits) - 1) << kAt);
-    words = _mm512_ternarylogic_epi32(words, mask, _mm512_set1_epi32(kExponent), 0xEA);  // & then |
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(words), scale[V % 2], offset[V % 2]);
+    return _mm512_fmadd_ps(Shifted<Bits>::template one<V>(words), scale[V % 2], offset[V % 2]);
   }
 
   // The P-th pair of columns of the 16 outputs, as products.h packs it.
@@ -78,6 +161,79 @@ __attribute__((always_inline)) inline void each_pair(const F& take) {
     take(std::integral_constant<int, 3>{});
   }
 }
+
+// Decodes a group into the layout of products.h.
+template <int Bits>
+inline void decode_group(const Group<Bits>& group, Bf16* out) {
+  Decoder<Bits> decoder;
+  decoder.read(group);
+#pragma GCC unroll 8
+  for (int j = 0; j < Bits; ++j) {
+    const __m512i words = _mm512_loadu_si512(group.codes[j]);
+    each_pair<Bits>([&](auto pair) __attribute__((always_inline)) {
+      _mm512_storeu_si512(out, (__m512i)decoder.template pair<pair.value>(words));
+      out += 2 * kOutputs;
+    });
+  }
+}
+
+#endif
+
+template <int Bits>
+void decode_block(const Weight& weight, int64_t block, Bf16* out) {
+  const int64_t groups = weight.in / kGroup;
+  const Group<Bits>* own = static_cast<const Group<Bits>*>(weight.packed) + block * groups;
+  for (int64_t g = 0; g < groups; ++g) decode_group(own[g], out + g * kGroup * kOutputs);
+}
+
+inline bool is_zero(Bf16 x) { return (x.bits & 0x7fffu) == 0; }
+
+// Packs codes; returns whether they decode to the weights.
+template <int Bits>
+bool pack_coded(const Bf16* weight, const uint8_t* codes, const uint16_t* scales,
+                const uint16_t* mins, int64_t in, int64_t out, void* packed) {
+  const int64_t groups = in / kGroup, blocks = (out + kOutputs - 1) / kOutputs;
+  std::memset(packed, 0, blocks * groups * sizeof(Group<Bits>));
+  auto* to = static_cast<Group<Bits>*>(packed);
+  for (int64_t block = 0; block < blocks; ++block)
+    for (int64_t g = 0; g < groups; ++g, ++to)
+      for (int64_t lane = 0; lane < std::min<int64_t>(kOutputs, out - block * kOutputs); ++lane) {
+        const int64_t row = block * kOutputs + lane;
+        to->scale[lane] = scales[row * groups + g];
+        if constexpr (Bits == 4) to->min[lane] = mins[row * groups + g];
+        for (int64_t column = 0; column < kGroup; ++column) {
+          const int64_t at = row * in + g * kGroup + column;
+          const uint32_t code = Bits == 4 ? (codes[at / 2] >> (4 * (at % 2))) & 15u : codes[at];
+          const CodePlace place = code_place<Bits>(lane, column);
+          to->codes[place.line][place.word] |= code << place.shift;
+        }
+      }
+  std::vector<Bf16> decoded(packed_block<Bf16>(in));
+  const Weight own{packed, nullptr, in, out, Bits};
+  for (int64_t block = 0; block < blocks; ++block) {
+    decode_block<Bits>(own, block, decoded.data());
+    for (int64_t lane = 0; lane < std::min<int64_t>(kOutputs, out - block * kOutputs); ++lane)
+      for (int64_t k = 0; k < in; ++k) {
+        const Bf16 found = decoded[packed_at<Bf16>(k, lane)];
+        const Bf16 wanted = weight[(block * kOutputs + lane) * in + k];
+        if (found.bits != wanted.bits && !(is_zero(found) && is_zero(wanted))) return false;
+      }
+  }
+  return true;
+}
+
+inline int64_t coded_size(int64_t in, int64_t out, int64_t bits) {  // bytes
+  const int64_t groups = in / kGroup * ((out + kOutputs - 1) / kOutputs);
+  return groups * (bits == 4 ? sizeof(Group<4>) : sizeof(Group<8>));
+}
+
+inline bool pack_codes(const Bf16* weight, const uint8_t* codes, const uint16_t* scales,
+                       const uint16_t* mins, int64_t in, int64_t out, int64_t bits, void* packed) {
+  return bits == 4 ? pack_coded<4>(weight, codes, scales, mins, in, out, packed)
+                   : pack_coded<8>(weight, codes, scales, mins, in, out, packed);
+}
+
+#if !PACELINE_TILES
 
 // R rows by B blocks; the next blocks' codes are fetched meanwhile. With Keep the decoded weights go
 // to `kept` too, laid out as pack() does.
@@ -110,7 +266,7 @@ __attribute__((noinline)) void coded_tile(const Product& p, int64_t block, Bf16*
       });
     }
   }
-  store<Bf16, R, B>(p, 0, R, block, sums);
+  store<Bf16>(p, 0, R, block, sums);
 }
 
 // Calls take(count) for 1 to kMany rows, as a constant.
@@ -155,77 +311,12 @@ void multiply_coded_blocks(const Product& p, int64_t from, int64_t to) {
   if (from < to) coded_rows<Bits, 1>(p, from);
 }
 
-// Decodes a block into the layout of products.h.
-template <int Bits>
-void decode_block(const Weight& weight, int64_t block, Bf16* out) {
-  const int64_t groups = weight.in / kGroup;
-  const Group<Bits>* own = static_cast<const Group<Bits>*>(weight.packed) + block * groups;
-  for (int64_t g = 0; g < groups; ++g) {
-    Decoder<Bits> decoder;
-    decoder.read(own[g]);
-    for (int j = 0; j < Bits; ++j) {
-      const __m512i words = _mm512_loadu_si512(own[g].codes[j]);
-      each_pair<Bits>([&](auto pair) {
-        _mm512_storeu_si512(out, (__m512i)decoder.template pair<pair.value>(words));
-        out += 2 * kOutputs;
-      });
-    }
-  }
-}
-
-inline bool is_zero(Bf16 x) { return (x.bits & 0x7fffu) == 0; }
-
-// Packs codes; returns whether they decode to the weights.
-template <int Bits>
-bool pack_coded(const Bf16* weight, const uint8_t* codes, const uint16_t* scales,
-                const uint16_t* mins, int64_t in, int64_t out, void* packed) {
-  const int64_t groups = in / kGroup, blocks = (out + kOutputs - 1) / kOutputs;
-  std::memset(packed, 0, blocks * groups * sizeof(Group<Bits>));
-  auto* to = static_cast<Group<Bits>*>(packed);
-  for (int64_t block = 0; block < blocks; ++block)
-    for (int64_t g = 0; g < groups; ++g, ++to)
-      for (int64_t lane = 0; lane < std::min<int64_t>(kOutputs, out - block * kOutputs); ++lane) {
-        const int64_t row = block * kOutputs + lane;
-        to->scale[lane] = scales[row * groups + g];
-        if constexpr (Bits == 4) to->min[lane] = mins[row * groups + g];
-        for (int64_t column = 0; column < kGroup; ++column) {
-          const int64_t at = row * in + g * kGroup + column;
-          const uint32_t code =
-              Bits == 4 ? (codes[at / 2] >> (4 * (at % 2))) & 15u : codes[at];
-          const int64_t inside = column % (32 / Bits);
-          const int64_t v = inside / 2 * 2 + lane / 8;
-          to->codes[column / (32 / Bits)][lane % 8 * 2 + inside % 2] |= code << (v * Bits);
-        }
-      }
-  std::vector<Bf16> decoded(packed_block<Bf16>(in));
-  const Weight own{packed, nullptr, in, out, Bits};
-  for (int64_t block = 0; block < blocks; ++block) {
-    decode_block<Bits>(own, block, decoded.data());
-    for (int64_t lane = 0; lane < std::min<int64_t>(kOutputs, out - block * kOutputs); ++lane)
-      for (int64_t k = 0; k < in; ++k) {
-        const Bf16 found = decoded[(k / 2 * kOutputs + lane) * 2 + k % 2];
-        const Bf16 wanted = weight[(block * kOutputs + lane) * in + k];
-        if (found.bits != wanted.bits && !(is_zero(found) && is_zero(wanted))) return false;
-      }
-  }
-  return true;
-}
-
-inline int64_t coded_size(int64_t in, int64_t out, int64_t bits) {  // bytes
-  const int64_t groups = in / kGroup * ((out + kOutputs - 1) / kOutputs);
-  return groups * (bits == 4 ? sizeof(Group<4>) : sizeof(Group<8>));
-}
-
-inline bool pack_codes(const Bf16* weight, const uint8_t* codes, const uint16_t* scales,
-                       const uint16_t* mins, int64_t in, int64_t out, int64_t bits, void* packed) {
-  return bits == 4 ? pack_coded<4>(weight, codes, scales, mins, in, out, packed)
-                   : pack_coded<8>(weight, codes, scales, mins, in, out, packed);
-}
-
 inline void multiply_codes(const Product& p, int64_t from, int64_t to) {
   if (p.weight.bits == 4) multiply_coded_blocks<4>(p, from, to);
   else multiply_coded_blocks<8>(p, from, to);
 }
+
+#endif
 
 #else  // without the processor's conversion to bfloat16 decoding costs more than it saves
 

@@ -2,9 +2,8 @@
 #pragma once
 
 #include "attention.h"
-#include "codes.h"
-#include "products.h"
 #include "threads.h"
+#include "tiles.h"
 
 namespace {
 
@@ -21,6 +20,16 @@ void multiply(const Product* products, int64_t count, int64_t threads_) {
   const Weight& first = products[0].weight;
   const int64_t all = all_blocks(first);
   if (products[0].rows == 0 || all == 0) return;
+  // Memory that the thread's next call reuses.
+  thread_local std::vector<Line> memory;
+  using Layout = InputLayout<T>;
+  const int64_t lines = Layout::lines(products[0]), parts = Layout::parts(products[0]);
+  if (static_cast<int64_t>(memory.size()) < count * lines) memory.resize(count * lines);
+  Line* laid_out = memory.data();  // a worker's own memory is another
+  if (lines != 0)
+    each(count * parts, threads_, [&](int64_t i) {
+      Layout::lay_out(products[i / parts], i % parts, laid_out + i / parts * lines);
+    });
   // Eight chunks a thread, or of 8 blocks if that is fewer; as many for each thread where tiles allow.
   const auto up = [](int64_t n, int64_t step) { return (n + step - 1) / step * step; };
   const int64_t workers = std::max<int64_t>(1, threads_);
@@ -29,11 +38,10 @@ void multiply(const Product* products, int64_t count, int64_t threads_) {
   const int64_t blocks = up((all + wanted - 1) / wanted, first.bits != 0 ? 2 : 8);
   const int64_t chunks = (all + blocks - 1) / blocks;
   each(count * chunks, threads_, [&](int64_t i) {
-    const Product p = with_input<T>(products[i / chunks]);
-    const int64_t from = i % chunks * blocks, to = std::min(all, from + blocks);
-    if constexpr (std::is_same_v<T, Bf16>)
-      if (p.weight.bits != 0) return multiply_codes(p, from, to);
-    multiply_blocks<T>(p, from, to);
+    const int64_t from = i % chunks * blocks;
+    Product p = products[i / chunks];
+    if (lines != 0) p.x = laid_out + i / chunks * lines;
+    multiply_part<T>(p, from, std::min(all, from + blocks));
   });
 }
 

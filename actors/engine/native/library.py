@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.actors.processor import cpuinfo
+from paceline.actors.processor import cpuinfo, has_tiles
 from paceline.actors.weights.codes import GROUP, Codes, rounded
 
 logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _HEADERS = (
-    *("numbers.h", "threads.h", "products.h", "codes.h", "layers.h", "attention.h"),
-    *("forward.h", "tokens.h", "rollout.h", "suffixes.h"),
+    *("numbers.h", "threads.h", "products.h", "codes.h", "tiles.h", "layers.h"),
+    *("attention.h", "forward.h", "tokens.h", "rollout.h", "suffixes.h"),
 )
 _FLAGS = (
     "-std=c++17",
@@ -47,6 +47,7 @@ _FLAGS = (
     "-pthread",
 )
 _FLAGS_OF_VENDOR = {"GenuineIntel": ("-DPACELINE_MULTIPLY_ADDS",)}  # see products.h
+_FLAGS_OF_TILES = ("-DPACELINE_TILES_ALLOWED",)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _TIMEOUT_S = 120
 
@@ -700,6 +701,7 @@ def _build() -> Path:
     files = [_SOURCE, *map(_SOURCE.with_name, _HEADERS)]
     texts = [file.read_text(encoding="utf-8") for file in files]
     flags = [*_FLAGS, *_FLAGS_OF_VENDOR.get(cpuinfo("vendor_id"), ())]
+    flags += _FLAGS_OF_TILES if has_tiles() else ()
     processor = f"{platform.machine()} {cpuinfo('flags') or cpuinfo('Features')}"
     key = hashlib.sha256("\0".join([*texts, *flags, processor]).encode())
     folder = _folder()

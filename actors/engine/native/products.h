@@ -1,8 +1,8 @@
 // Products of rows with a weight: y = x W^T + bias, W read once for up to 8 rows.
 //
 // Every element of y is one chain of sums over the columns of x in ascending order (two columns at a
-// time where dot products of bfloat16 take them). So its bits depend on its own row
-// alone: not on how many rows there are, nor on threads, nor on whether W is read as codes.
+// time where dot products of bfloat16 take them; see tiles.h for those). So its bits depend on its own
+// row alone: not on how many rows there are, nor on threads, nor on whether W is read as codes.
 #pragma once
 
 #include <type_traits>
@@ -17,6 +17,9 @@
 #if !defined(PACELINE_MULTIPLY_ADDS)
 #define PACELINE_DOTS 1
 #endif
+#if defined(__AMX_BF16__) && defined(PACELINE_TILES_ALLOWED)
+#define PACELINE_TILES 1
+#endif
 #endif
 
 namespace {
@@ -24,6 +27,16 @@ namespace {
 constexpr int kOutputs = 16;
 constexpr int kParts = kOutputs / kLanes;  // vectors of as many outputs
 using Pairs = Words;  // of bfloat16
+
+// Of a packed weight so many columns of an output lie together, padded with zeros, those of 16 outputs
+// one after another: what one step takes, or a tile.
+#if PACELINE_TILES
+constexpr int kTogether = 32;
+#else
+constexpr int kTogether = 2;
+#endif
+template <class T>
+constexpr int kColumns = std::is_same_v<T, float> ? 1 : kTogether;
 
 struct Weight {
   const void* packed;  // see pack() and pack_codes()
@@ -111,22 +124,22 @@ __attribute__((always_inline)) inline void add_step(Vector (&sums)[R][N],
 
 template <class T>
 inline int64_t packed_block(int64_t in) {  // elements of 16 outputs' weights
-  constexpr int depth = Step<T>::kDepth;
-  return (in + depth - 1) / depth * depth * kOutputs;
+  return (in + kColumns<T> - 1) / kColumns<T> * kColumns<T> * kOutputs;
+}
+
+// Where a column of one of a block's outputs lies.
+template <class T>
+inline int64_t packed_at(int64_t column, int64_t output) {
+  return (column / kColumns<T> * kOutputs + output) * kColumns<T> + column % kColumns<T>;
 }
 
 template <class T>
 inline void pack(const T* weight, int64_t in, int64_t out, T* packed) {
-  constexpr int depth = Step<T>::kDepth;
-  for (int64_t block = 0; block * kOutputs < out; ++block) {
-    T* to = packed + block * packed_block<T>(in);
-    for (int64_t k = 0; k < in; k += depth)
-      for (int lane = 0; lane < kOutputs; ++lane)
-        for (int d = 0; d < depth; ++d, ++to) {
-          const int64_t n = block * kOutputs + lane;
-          *to = n < out && k + d < in ? weight[n * in + k + d] : T{};
-        }
-  }
+  const int64_t size = packed_block<T>(in);
+  std::fill(packed, packed + (out + kOutputs - 1) / kOutputs * size, T{});
+  for (int64_t n = 0; n < out; ++n)
+    for (int64_t k = 0; k < in; ++k)
+      packed[n / kOutputs * size + packed_at<T>(k, n % kOutputs)] = weight[n * in + k];
 }
 
 // R rows from `row` on; beyond the last one it repeats, and is not stored.
@@ -142,22 +155,23 @@ struct Rows {
   }
 };
 
-template <class T, int R, int B>
-void store(const Product& p, int64_t row, int count, int64_t block,
-           const Vector (&sums)[R][B * kParts]) {
-  const int64_t out = p.weight.out;
+// Stores sums of a vector of outputs from `n` on.
+template <class T>
+inline void store_outputs(const Product& p, int64_t row, int64_t n, Vector sum) {
+  const int64_t out = p.weight.out, lanes = std::clamp<int64_t>(out - n, 0, kLanes);
   const T* bias = static_cast<const T*>(p.weight.bias);
+  T* y = static_cast<T*>(p.y) + row * out + n;
+  if (bias != nullptr)
+    for (int64_t lane = 0; lane < lanes; ++lane) sum[lane] += widen(bias[n + lane]);
+  if (lanes == kLanes) store(sum, kLanes, y);  // of a length that the compiler knows
+  else store(sum, lanes, y);
+}
+
+template <class T, int R, int N>
+void store(const Product& p, int64_t row, int count, int64_t block, const Vector (&sums)[R][N]) {
   for (int r = 0; r < count; ++r)
-    for (int i = 0; i < B * kParts; ++i) {
-      const int64_t n = block * kOutputs + i * kLanes;
-      const int64_t lanes = std::clamp<int64_t>(out - n, 0, kLanes);
-      T* y = static_cast<T*>(p.y) + (row + r) * out + n;
-      Vector sum = sums[r][i];
-      if (bias != nullptr)
-        for (int64_t lane = 0; lane < lanes; ++lane) sum[lane] += widen(bias[n + lane]);
-      if (lanes == kLanes) store(sum, kLanes, y);  // of a length that the compiler knows
-      else store(sum, lanes, y);
-    }
+    for (int i = 0; i < N; ++i)
+      store_outputs<T>(p, row + r, block * kOutputs + i * kLanes, sums[r][i]);
 }
 
 // R rows by B blocks of 16 outputs. Inlined, its sums would not stay in registers.
@@ -185,7 +199,7 @@ __attribute__((noinline)) void tile(const Product& p, int64_t row, int64_t block
       const auto own = part(i);
       for (int r = 0; r < R; ++r) Step<T>::last(sums[r][i], own, rows.x[r] + k);
     }
-  store<T, R, B>(p, row, rows.count, block, sums);
+  store<T>(p, row, rows.count, block, sums);
 }
 
 template <class T, int R, int B>
@@ -222,22 +236,33 @@ void few_rows(const Product& p, int64_t from, int64_t to) {
   if constexpr (wide) panel<T, 8, 3>(p, 0, from, to);
 }
 
-// The same product with its rows as Step reads them, in memory that the thread's next call reuses.
-template <class T>
-Product with_input(Product p) {
-  using Input = typename Step<T>::Input;
-  if constexpr (!std::is_same_v<Input, T>) {
-    thread_local std::vector<Input> wide;
-    const T* x = static_cast<const T*>(p.x);
-    const int64_t size = p.rows * p.weight.in;
-    if (static_cast<int64_t>(wide.size()) < size) wide.resize(size);
-    for (int64_t i = 0; i < size; ++i) wide[i] = widen(x[i]);
-    p.x = wide.data();
-  }
-  return p;
-}
+struct alignas(64) Line {
+  char bytes[64];
+};
 
-// Computes the outputs of blocks from .. to - 1; rows are Step's Input.
+// Rows as products read them, if that is not as they are.
+template <class T>
+struct InputLayout {
+  using Input = typename Step<T>::Input;
+
+  static int64_t lines(const Product& p) {
+    constexpr int64_t size = sizeof(Input);
+    return std::is_same_v<Input, T> ? 0 : (p.rows * p.weight.in * size + 63) / 64;
+  }
+
+  static constexpr int64_t kPart = 16;  // rows that one thread lays out
+  static int64_t parts(const Product& p) { return (p.rows + kPart - 1) / kPart; }
+
+  static void lay_out(const Product& p, int64_t part, Line* lines) {
+    const int64_t from = part * kPart * p.weight.in;
+    const int64_t to = std::min(p.rows, (part + 1) * kPart) * p.weight.in;
+    if constexpr (!std::is_same_v<Input, T>)
+      for (int64_t i = from; i < to; ++i)
+        reinterpret_cast<Input*>(lines)[i] = widen(static_cast<const T*>(p.x)[i]);
+  }
+};
+
+// Computes the outputs of blocks from .. to - 1; rows are in their InputLayout.
 template <class T>
 void multiply_blocks(const Product& p, int64_t from, int64_t to) {
   if (p.rows <= kMany) return few_rows<T>(p, from, to);
