@@ -32,7 +32,15 @@ def test_training_is_in_the_dtype_that_the_processor_is_fast_in(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: dots)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
     monkeypatch.setattr(processor, "cpuinfo", {"vendor_id": vendor}.get)
     assert resolve_dtype("auto", _CPU) == target
     assert training_dtype("auto", _CPU) == training
     assert training_dtype("bfloat16", _CPU) == torch.bfloat16
+
+
+def test_tiles_need_the_systems_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    for permitted in (True, False):
+        monkeypatch.setattr(torch.cpu, "_init_amx", lambda permitted=permitted: permitted)
+        assert processor.has_tiles() == permitted
