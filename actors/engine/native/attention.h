@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "layers.h"
-#include "products.h"
+#include "tiles.h"
 
 namespace {
 
@@ -197,7 +197,7 @@ using PairInput = PairStep::Input;
 // Scores of Q queries with a tile of 16 keys.
 template <int Q>
 __attribute__((noinline)) void score_pairs(const Bf16* keys, int64_t pairs,
-                                           const Query<PairInput>* queries, float scale, int64_t at) {
+                                           const Query<PairInput>* queries, int64_t at) {
   const PairInput* rotated[Q];
   for (int q = 0; q < Q; ++q) rotated[q] = queries[q].rotated;
   Vector sums[2][Q][1] = {};
@@ -208,7 +208,7 @@ __attribute__((noinline)) void score_pairs(const Bf16* keys, int64_t pairs,
       add_step<PairStep>(sums[i], own, rotated, 2 * (j + i));
     }
   for (int q = 0; q < Q; ++q) {
-    const Vector sum = (sums[0][q][0] + sums[1][q][0]) * scale;
+    const Vector sum = sums[0][q][0] + sums[1][q][0];
     std::memcpy(queries[q].scores + at, &sum, sizeof sum);
   }
 }
@@ -260,6 +260,97 @@ void each_group(int64_t count, const F& f) {
   }
 }
 
+// Adds the pairs from `at` on that a query sees.
+inline void add_rest(const Attention& a, const Query<PairInput>& query, int64_t at, const Bf16* values) {
+  const int64_t pairs = (query.last + 1 - at) / 2;
+  int64_t d = 0;
+  for (; d + 64 <= a.dim; d += 64) add_pairs<1, 4>(&query, at, values, a.dim, pairs, d);
+  if (d < a.dim) add_pairs<1, 2>(&query, at, values, a.dim, pairs, d);
+  add_last(a, query, at + 2 * pairs, values + 2 * pairs * a.dim);
+}
+
+#if PACELINE_TILES
+
+// By tiles: queries are the rows. Of values 16 positions at a time that a query sees, the rest by pairs.
+constexpr int64_t kPositions = 16;
+
+inline TileShapes attention_shapes(int64_t queries) {
+  TileShapes shapes;
+  shapes.set(0, 5, queries, 64);          // sums 0 to 3, and columns of queries
+  shapes.set(5, 6, 16, 64);               // keys
+  shapes.set(6, 7, queries, 2 * kPositions);  // weights
+  shapes.set(7, 8, kPositions / 2, 64);   // values
+  return shapes;
+}
+
+// Scores of all queries with a tile of 16 keys.
+inline void score_tile(const Attention& a, const Bf16* keys, const Query<PairInput>* queries, int64_t at) {
+  const int64_t pitch = a.dim * static_cast<int64_t>(sizeof(Bf16));
+  uses_memory();
+  _tile_zero(0);
+  for (int64_t d = 0; d < a.dim; d += 32) {
+    _tile_loadd(4, queries[0].rotated + d, pitch);
+    _tile_loadd(5, keys + d * kPositions, 64);
+    _tile_dpbf16ps(0, 4, 5);
+  }
+  _tile_stored(0, queries[0].scores + at, a.span * static_cast<int64_t>(sizeof(float)));
+  uses_memory();
+}
+
+// Weighted sums of 16 * N columns of values over the positions from `begin` on that are seen by whole
+// tiles. Of a tile that only some queries see whole, the others' weights are taken as zeros.
+template <int N, class Ahead>
+void add_tiles(const Attention& a, const int32_t* table, const Bf16* values,
+               const Query<PairInput>* queries, int64_t count, int64_t begin, int64_t column,
+               const Ahead& ahead) {
+  int64_t shared = queries[0].last + 1, end = shared;
+  for (int64_t q = 1; q < count; ++q) {
+    shared = std::min(shared, queries[q].last + 1);
+    end = std::max(end, queries[q].last + 1);
+  }
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (N == 4) _tile_zero(2);
+  if constexpr (N == 4) _tile_zero(3);
+  for (int64_t at = begin; at + kPositions <= end; at += kPositions) {
+    if (column == 0 && at % a.block_size == 0) ahead(at / a.block_size);
+    const int64_t block = table[at / a.block_size] * a.block_size * a.kv_heads;
+    const Bf16* own = values + (block + at % a.block_size) * a.dim + 2 * column;
+    const int64_t pitch = 2 * a.dim * static_cast<int64_t>(sizeof(Bf16));
+    const Bf16* weights = queries[0].weights + at;
+    int64_t line = a.span * static_cast<int64_t>(sizeof(Bf16));
+    Bf16 whole[kTile][kPositions];
+    if (at + kPositions > shared) {
+      for (int64_t q = 0; q < count; ++q) {
+        const bool sees = at + kPositions <= queries[q].last + 1;
+        for (int64_t p = 0; p < kPositions; ++p) whole[q][p] = sees ? queries[q].weights[at + p] : Bf16{};
+      }
+      weights = whole[0], line = sizeof whole[0];
+    }
+    uses_memory();
+    _tile_loadd(6, weights, line);
+    _tile_loadd(7, own, pitch);
+    _tile_dpbf16ps(0, 6, 7);
+    _tile_loadd(7, own + 32, pitch);
+    _tile_dpbf16ps(1, 6, 7);
+    if constexpr (N == 4) {
+      _tile_loadd(7, own + 64, pitch);
+      _tile_dpbf16ps(2, 6, 7);
+      _tile_loadd(7, own + 96, pitch);
+      _tile_dpbf16ps(3, 6, 7);
+    }
+  }
+  float* sums = queries[0].sum + column;
+  const int64_t line = (a.dim + kLanes) * static_cast<int64_t>(sizeof(float));
+  _tile_stored(0, sums, line);
+  _tile_stored(1, sums + 16, line);
+  if constexpr (N == 4) _tile_stored(2, sums + 32, line);
+  if constexpr (N == 4) _tile_stored(3, sums + 48, line);
+  uses_memory();
+}
+
+#endif
+
 inline void attend_tile_by_pairs(const Attention& a, const int32_t* table, const Bf16* keys,
                                  const Bf16* values, Query<PairInput>* queries, int64_t count) {
   const int64_t block = a.block_size * a.kv_heads * a.dim;
@@ -270,19 +361,28 @@ inline void attend_tile_by_pairs(const Attention& a, const int32_t* table, const
     all = std::min(all, queries[q].last);
   }
   const int64_t begin = first / a.block_size, end = last / a.block_size + 1;
+#if PACELINE_TILES
+  const TileShapes shapes = attention_shapes(count);
+  _tile_loadconfig(&shapes);
+#endif
   for (int64_t column = begin; column < end; ++column) {
     prefetch(a, table + begin, end - begin, keys, values, column - begin);
     const Bf16* own = keys + table[column] * block;
     for (int64_t p = 0; p < a.block_size; p += 16) {
       const int64_t at = column * a.block_size + p;
       if (at > last) break;
+#if PACELINE_TILES
+      score_tile(a, own + p * a.dim, queries, at);
+#else
       each_group(count, [&](int64_t q, auto some) {
-        score_pairs<some.value>(own + p * a.dim, a.dim / 2, queries + q, a.scale, at);
+        score_pairs<some.value>(own + p * a.dim, a.dim / 2, queries + q, at);
       });
+#endif
     }
   }
   for (int64_t q = 0; q < count; ++q) {
     const Query<PairInput>& own = queries[q];
+    for (int64_t p = own.first; p <= own.last; ++p) own.scores[p] *= a.scale;
     const float total = softmax(own.scores + own.first, own.last + 1 - own.first);
     std::fill(own.weights + begin * a.block_size, own.weights + own.first, PairInput{});
     for (int64_t p = own.first; p <= own.last; ++p)
@@ -290,6 +390,22 @@ inline void attend_tile_by_pairs(const Attention& a, const int32_t* table, const
     std::fill(own.sum, own.sum + a.dim, 0.0f);
     own.sum[a.dim] = total;  // padded(dim) is dim
   }
+#if PACELINE_TILES
+  const auto ahead = [&](int64_t column) {
+    prefetch(a, table + begin, end - begin, keys, values, end - begin + column - begin);
+  };
+  int64_t d = 0;
+  for (; d + 64 <= a.dim; d += 64)
+    add_tiles<4>(a, table, values, queries, count, begin * a.block_size, d, ahead);
+  if (d < a.dim) add_tiles<2>(a, table, values, queries, count, begin * a.block_size, d, ahead);
+  _tile_release();
+  for (int64_t q = 0; q < count; ++q) {
+    const int64_t at = std::max((queries[q].last + 1) / kPositions * kPositions, begin * a.block_size);
+    if (at <= queries[q].last)
+      add_rest(a, queries[q], at,
+               values + table[at / a.block_size] * block + at % a.block_size * a.dim);
+  }
+#else
   // Pairs that every query sees; beyond them a query must not read what it does not see.
   const int64_t shared = (all + 1) / 2 * 2;
   for (int64_t column = begin; column < end; ++column) {
@@ -306,6 +422,7 @@ inline void attend_tile_by_pairs(const Attention& a, const int32_t* table, const
     for (int64_t at = start + 2 * pairs; at < stop; at += 2)
       for (int64_t q = 0; q < count; ++q) add_last(a, queries[q], at, own + (at - start) * a.dim);
   }
+#endif
 }
 
 // States of tokens in a paged cache [blocks, block_size, size].

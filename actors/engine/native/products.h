@@ -12,13 +12,13 @@
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
-// Intel's processors multiply and add floats at twice the rate of dot products of bfloat16, so
-// library.py asks for them there.
-#if !defined(PACELINE_MULTIPLY_ADDS)
-#define PACELINE_DOTS 1
-#endif
 #if defined(__AMX_BF16__) && defined(PACELINE_TILES_ALLOWED)
 #define PACELINE_TILES 1
+#endif
+// Intel's processors multiply and add floats at twice the rate of dot products of bfloat16, so
+// library.py asks for them there; beside tiles little is left for either.
+#if PACELINE_TILES || !defined(PACELINE_MULTIPLY_ADDS)
+#define PACELINE_DOTS 1
 #endif
 #endif
 

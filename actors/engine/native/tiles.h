@@ -24,15 +24,15 @@ struct TiledRows {
   int64_t first(int64_t tile, int64_t rows) const { return std::min(tile * size, rows - size); }
 };
 
-// What the processor is told of its eight tiles: sums are 0 to 3, weights 4 and 5, rows 6 and 7.
+// What the processor is told of its eight tiles.
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  uint16_t bytes[16] = {};  // of a row
+  uint8_t rows[16] = {};
 
-  explicit TileShapes(int64_t size) {
-    std::fill(bytes, bytes + 8, static_cast<uint16_t>(4 * size));
-    bytes[4] = bytes[5] = 64;
+  void set(int from, int to, int64_t rows_, int64_t bytes_) {
+    std::fill(rows + from, rows + to, static_cast<uint8_t>(rows_));
+    std::fill(bytes + from, bytes + to, static_cast<uint16_t>(bytes_));
   }
 };
 
@@ -212,7 +212,10 @@ void multiply_some(const Product& p, int64_t block) {
 
 template <int Bits>
 void multiply_by_tiles(const Product& p, int64_t from, int64_t to) {
-  const TileShapes shapes(TiledRows(p.rows).size);
+  TileShapes shapes;
+  shapes.set(0, 4, 16, InputLayout<Bf16>::pair_bytes(p));  // sums
+  shapes.set(4, 6, 16, 64);                                // weights
+  shapes.set(6, 8, 16, InputLayout<Bf16>::pair_bytes(p));  // rows
   _tile_loadconfig(&shapes);
   for (; from + 2 <= to; from += 2) multiply_some<Bits, 2>(p, from);
   if (from < to) multiply_some<Bits, 1>(p, from);
