@@ -333,14 +333,16 @@ class _StepTrunk:
     def _attended(self, number: int, normed: Tensor, spans: _Spans) -> Tensor:
         """What a layer's attention adds at some places, of all steps' keys so far."""
         attention = self._trunk.layers[number].self_attn
+        # On CPUs torch's backward pass takes twice as long in bfloat16 as in float32.
+        dtype = torch.float32 if normed.device.type == "cpu" else normed.dtype
         attended = functional.scaled_dot_product_attention(
-            _in_rows(spans, self._rotated(_heads(attention, "q", normed), spans)),
-            torch.cat(self._keys[number], dim=2),
-            torch.cat(self._values[number], dim=2),
+            _in_rows(spans, self._rotated(_heads(attention, "q", normed), spans)).to(dtype),
+            torch.cat(self._keys[number], dim=2).to(dtype),
+            torch.cat(self._values[number], dim=2).to(dtype),
             self._seen(spans)[:, None],
             scale=attention.scaling,
             enable_gqa=True,
-        )
+        ).to(normed.dtype)
         added: Tensor = attention.o_proj(spans.pack(attended.transpose(1, 2)).flatten(1))
         return added
 
