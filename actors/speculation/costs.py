@@ -258,17 +258,22 @@ def profile(
     clock: Callable[[], float],
     repeats: int = 3,
 ) -> dict[tuple[int, int], float]:
-    """Best of several timings of ``run(rows, column)`` over a grid, in seconds."""
-    times: dict[tuple[int, int], float] = {}
-    for size in rows:
-        for column in columns:
-            best = float("inf")
-            for _ in range(repeats + 1):  # the first warms up
-                start = clock()
-                run(size, column)
-                best = min(best, clock() - start)
-            times[size, column] = max(best, 1e-7)
-    return times
+    """Best of several timings of ``run(rows, column)`` over a grid, in seconds.
+
+    All sizes in turns, so that a slow moment of the machine makes none of them look dear, and none
+    is taken to cost more than a larger one.
+    """
+    times = {(size, column): float("inf") for size in rows for column in columns}
+    for _ in range(repeats + 1):  # the first warms up
+        for size, column in times:
+            start = clock()
+            run(size, column)
+            times[size, column] = min(times[size, column], clock() - start)
+
+    def least(size: int, column: int) -> float:
+        return min(s for at, s in times.items() if at[0] >= size and at[1] >= column)
+
+    return {at: max(least(*at), 1e-7) for at in times}
 
 
 def grid_points(largest: int) -> list[int]:

@@ -164,13 +164,13 @@ __attribute__((noinline)) void multiply_tiles(const Product& p, TiledRows rows, 
   if constexpr (R == 2 && B == 2) _tile_stored(3, sums[1][1], line);
   uses_memory();
   const int64_t n = block * kOutputs, out = p.weight.out;
-  const bool plain = B == 2 && n + 2 * kOutputs <= out && p.weight.bias == nullptr;
+  const bool together = B == 2 && n + 2 * kOutputs <= out && p.weight.bias == nullptr;
   for (int r = 0; r < R; ++r) {
     if (rows.size > 1)
       for (int b = 0; b < B; ++b) transpose(sums[r][b]);
     const int64_t first = rows.first(tile + r, p.rows);
     for (int64_t i = 0; i < rows.size; ++i)
-      if (plain) {
+      if (together) {
         const auto both = _mm512_cvtne2ps_pbh((__m512)sums[r][1][i], (__m512)sums[r][0][i]);
         _mm512_storeu_si512(static_cast<Bf16*>(p.y) + (first + i) * out + n, (__m512i)both);
       } else {
@@ -227,16 +227,19 @@ void multiply_by_tiles(const Product& p, int64_t from, int64_t to) {
 // Computes the outputs of blocks from .. to - 1; rows are in their InputLayout.
 template <class T>
 void multiply_part(const Product& p, int64_t from, int64_t to) {
-  if constexpr (std::is_same_v<T, Bf16>) {
 #if PACELINE_TILES
-    if (p.weight.bits == 4) return multiply_by_tiles<4>(p, from, to);
-    if (p.weight.bits == 8) return multiply_by_tiles<8>(p, from, to);
-    return multiply_by_tiles<0>(p, from, to);
-#else
-    if (p.weight.bits != 0) return multiply_codes(p, from, to);
-#endif
+  if constexpr (std::is_same_v<T, Bf16>) {
+    if (p.weight.bits == 4) multiply_by_tiles<4>(p, from, to);
+    else if (p.weight.bits == 8) multiply_by_tiles<8>(p, from, to);
+    else multiply_by_tiles<0>(p, from, to);
+  } else {
+    multiply_blocks<T>(p, from, to);
   }
+#else
+  if constexpr (std::is_same_v<T, Bf16>)
+    if (p.weight.bits != 0) return multiply_codes(p, from, to);
   multiply_blocks<T>(p, from, to);
+#endif
 }
 
 }  // namespace

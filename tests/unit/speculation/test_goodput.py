@@ -593,6 +593,22 @@ def test_profile_takes_the_best_of_several_timings() -> None:
     assert grid_points(6) == [1, 2, 4, 6]
 
 
+def test_profile_bears_a_slow_moment() -> None:
+    """No size looks dear for when it was timed, nor dearer than a larger one."""
+    now, calls = 0.0, 0
+
+    def run(rows: int, column: int) -> None:
+        nonlocal now, calls
+        calls += 1
+        slow = calls <= 5  # all timings of the first size, were they one after the other
+        now += (rows + column) * (10.0 if slow else 1.0) + (
+            3.0 if (rows, column) == (2, 1) else 0.0
+        )
+
+    table = profile(run, (1, 2), (1, 4), lambda: now)
+    assert table == {(1, 1): 2.0, (1, 4): 5.0, (2, 1): 6.0, (2, 4): 6.0}
+
+
 def test_k_falls_as_load_grows() -> None:
     """Where a forward costs by the token, a full batch leaves nothing idle to speculate with."""
 
