@@ -1,4 +1,4 @@
-// Products of bfloat16 by tiles (AMX): up to 16 rows at the price of one.
+// Products of bfloat16 by tiles (AMX): 16 rows by 32 columns of 16 outputs at once.
 //
 // Every element of y is a chain of sums over groups of 32 columns in ascending order; within a group the
 // processor sums even and odd columns apart. That holds for one row as for many, so bits depend on a
