@@ -260,15 +260,6 @@ void each_group(int64_t count, const F& f) {
   }
 }
 
-// Adds the pairs from `at` on that a query sees.
-inline void add_rest(const Attention& a, const Query<PairInput>& query, int64_t at, const Bf16* values) {
-  const int64_t pairs = (query.last + 1 - at) / 2;
-  int64_t d = 0;
-  for (; d + 64 <= a.dim; d += 64) add_pairs<1, 4>(&query, at, values, a.dim, pairs, d);
-  if (d < a.dim) add_pairs<1, 2>(&query, at, values, a.dim, pairs, d);
-  add_last(a, query, at + 2 * pairs, values + 2 * pairs * a.dim);
-}
-
 #if PACELINE_TILES
 
 // By tiles: queries are the rows. Of values 16 positions at a time that a query sees, the rest by pairs.
@@ -276,10 +267,10 @@ constexpr int64_t kPositions = 16;
 
 inline TileShapes attention_shapes(int64_t queries) {
   TileShapes shapes;
-  shapes.set(0, 5, queries, 64);          // sums 0 to 3, and columns of queries
-  shapes.set(5, 6, 16, 64);               // keys
+  shapes.set(0, 5, queries, 64);              // sums 0 to 3, and columns of queries
+  shapes.set(5, 6, 16, 64);                   // keys
   shapes.set(6, 7, queries, 2 * kPositions);  // weights
-  shapes.set(7, 8, kPositions / 2, 64);   // values
+  shapes.set(7, 8, kPositions / 2, 64);       // values
   return shapes;
 }
 
@@ -347,6 +338,15 @@ void add_tiles(const Attention& a, const int32_t* table, const Bf16* values,
   if constexpr (N == 4) _tile_stored(2, sums + 32, line);
   if constexpr (N == 4) _tile_stored(3, sums + 48, line);
   uses_memory();
+}
+
+// Adds the pairs from `at` on that a query sees.
+inline void add_rest(const Attention& a, const Query<PairInput>& query, int64_t at, const Bf16* values) {
+  const int64_t pairs = (query.last + 1 - at) / 2;
+  int64_t d = 0;
+  for (; d + 64 <= a.dim; d += 64) add_pairs<1, 4>(&query, at, values, a.dim, pairs, d);
+  if (d < a.dim) add_pairs<1, 2>(&query, at, values, a.dim, pairs, d);
+  add_last(a, query, at + 2 * pairs, values + 2 * pairs * a.dim);
 }
 
 #endif
