@@ -288,17 +288,12 @@ inline void score_tile(const Attention& a, const Bf16* keys, const Query<PairInp
   uses_memory();
 }
 
-// Weighted sums of 16 * N columns of values over the positions from `begin` on that are seen by whole
-// tiles. Of a tile that only some queries see whole, the others' weights are taken as zeros.
+// Weighted sums of 16 * N columns of values over the positions begin .. end - 1, by whole tiles. Queries
+// see all before `shared`; a tile that a query does not see whole has weights of zero for it.
 template <int N, class Ahead>
 void add_tiles(const Attention& a, const int32_t* table, const Bf16* values,
-               const Query<PairInput>* queries, int64_t count, int64_t begin, int64_t column,
-               const Ahead& ahead) {
-  int64_t shared = queries[0].last + 1, end = shared;
-  for (int64_t q = 1; q < count; ++q) {
-    shared = std::min(shared, queries[q].last + 1);
-    end = std::max(end, queries[q].last + 1);
-  }
+               const Query<PairInput>* queries, int64_t count, int64_t begin, int64_t shared,
+               int64_t end, int64_t column, const Ahead& ahead) {
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (N == 4) _tile_zero(2);
@@ -394,13 +389,14 @@ inline void attend_tile_by_pairs(const Attention& a, const int32_t* table, const
   const auto ahead = [&](int64_t column) {
     prefetch(a, table + begin, end - begin, keys, values, end - begin + column - begin);
   };
+  const int64_t start = begin * a.block_size;
   int64_t d = 0;
   for (; d + 64 <= a.dim; d += 64)
-    add_tiles<4>(a, table, values, queries, count, begin * a.block_size, d, ahead);
-  if (d < a.dim) add_tiles<2>(a, table, values, queries, count, begin * a.block_size, d, ahead);
+    add_tiles<4>(a, table, values, queries, count, start, all + 1, last + 1, d, ahead);
+  if (d < a.dim) add_tiles<2>(a, table, values, queries, count, start, all + 1, last + 1, d, ahead);
   _tile_release();
   for (int64_t q = 0; q < count; ++q) {
-    const int64_t at = std::max((queries[q].last + 1) / kPositions * kPositions, begin * a.block_size);
+    const int64_t at = std::max((queries[q].last + 1) / kPositions * kPositions, start);
     if (at <= queries[q].last)
       add_rest(a, queries[q], at,
                values + table[at / a.block_size] * block + at % a.block_size * a.dim);
