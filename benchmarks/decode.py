@@ -42,7 +42,7 @@ from paceline.actors.engine.model_loader import (
     load_causal_lm,
     load_tokenizer,
     resolve_device,
-    resolve_dtype,
+    target_dtype,
 )
 from paceline.actors.weights.eagle import is_eagle
 from paceline.cluster.session import thread_environment
@@ -59,8 +59,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         device = resolve_device("auto")
-        self.dtype = resolve_dtype(options.dtype, device)
         target, paths = models(options)
+        self.dtype = target_dtype(options.dtype, device, target)
         tokenizer = load_tokenizer(target)
         self.prompts = {t: measured_prompts(options.data, t, tokenizer) for t in TOPICS}
 

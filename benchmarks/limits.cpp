@@ -6,8 +6,15 @@
 #endif
 
 namespace {
-constexpr int kChains = 16;  // more than one product's latency
-typedef float Floats __attribute__((vector_size(64)));
+constexpr int kChains = 12;  // more than one product's latency, in registers
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef uint64_t Words __attribute__((vector_size(64), aligned(8)));
 
 // Calls add(sum) `rounds` times in every chain; returns the operations, `each` of a call.
@@ -16,7 +23,7 @@ int64_t in_chains(int64_t rounds, int64_t each, float* out, const Add& add) {
   Floats sums[kChains];
   for (int c = 0; c < kChains; ++c) sums[c] = Floats{} + static_cast<float>(c);  // none is another
   for (int64_t i = 0; i < rounds; ++i)
-#pragma GCC unroll 16
+#pragma GCC unroll 12
     for (auto& sum : sums) add(sum);
   for (const auto& sum : sums) *out += sum[0];
   return rounds * kChains * each;
@@ -28,7 +35,7 @@ extern "C" {
 // Multiplies floats and adds `rounds` times in every chain; returns the operations.
 int64_t multiply_add(int64_t rounds, float x, float* out) {
   const Floats wide = Floats{} + x;
-  return in_chains(rounds, 2 * 16, out, [&](Floats& sum) { sum = sum * wide + wide; });
+  return in_chains(rounds, 2 * kLanes, out, [&](Floats& sum) { sum = sum * wide + wide; });
 }
 
 // The same with dot products of two bfloat16 numbers; 0 where the processor has none.

@@ -27,7 +27,7 @@ from harness import arguments, machine, show, write
 from models import find_models
 
 from paceline.actors.engine.fused import FusedDecoder
-from paceline.actors.engine.model_loader import load_causal_lm, resolve_dtype
+from paceline.actors.engine.model_loader import load_causal_lm, target_dtype
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.processor import has_tiles
 from paceline.actors.speculation.profiling import stepper
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     device = torch.device("cpu")
     path = find_models(options.target)[0]
-    model = load_causal_lm(path, resolve_dtype(options.dtype, device), device)
+    model = load_causal_lm(path, target_dtype(options.dtype, device, path), device)
     most_rows, most = max(r for r, _ in SIZES), max(t for _, t in SIZES)
     runner = ModelRunner([model], most_rows, options.context + most)
     if not isinstance(runner.decoder, FusedDecoder):

@@ -19,7 +19,7 @@ import torch
 from harness import arguments, machine, write
 from models import DRAFT, TARGET
 
-from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
+from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, target_dtype
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.speculation.costs import grid_points, profile
 from paceline.actors.speculation.profiling import stepper
@@ -28,7 +28,7 @@ from paceline.actors.speculation.profiling import stepper
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both tables and what the planner reads beside them."""
     device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, device)
+    dtype = target_dtype(options.dtype, device, options.target)
     tokens = sorted({1, 2, (options.k + 2) // 2, options.k + 1})
     before = machine()
 

@@ -23,7 +23,7 @@ from paceline.actors.engine.model_loader import (
     load_causal_lm,
     load_tokenizer,
     resolve_device,
-    resolve_dtype,
+    target_dtype,
 )
 from paceline.actors.engine.model_runner import ModelRunner, kv_block_size, kv_shapes
 from paceline.actors.engine.numerics import INVARIANT, VARYING, batch_invariant
@@ -370,7 +370,7 @@ def build_engine(
         OSError: a model folder cannot be read.
     """
     device = resolve_device(settings.device)
-    dtype = resolve_dtype(settings.dtype, device)
+    dtype = target_dtype(settings.dtype, device, settings.model_path)
     tokenizer = load_tokenizer(settings.model_path)
     target = load_causal_lm(settings.model_path, dtype, device)
     max_model_len = context_length(target.config.to_dict(), settings.max_model_len)

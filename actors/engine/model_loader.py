@@ -8,9 +8,11 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.actors.engine.attention import ATTENTION_NAME
+from paceline.actors.engine.native.library import load_library
 from paceline.actors.processor import has_bfloat16
-from paceline.actors.weights.checkpoint import read_causal_lm
+from paceline.actors.weights.checkpoint import read_architecture, read_causal_lm
 from paceline.actors.weights.codes import attach_codes
+from paceline.actors.weights.eagle import is_llama_like
 from paceline.actors.weights.target_ends import TargetEnds, share_ends
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -35,6 +37,27 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
         return _DTYPES[dtype]
     native = torch.cuda.is_bf16_supported() if device.type == "cuda" else has_bfloat16()
     return torch.bfloat16 if native else torch.float32
+
+
+def target_dtype(dtype: str, device: torch.device, path: str | Path) -> torch.dtype:
+    """Resolve the dtype that a target is served in.
+
+    ``auto`` is bfloat16 also where the CPU's kernels run the target: on every processor they widen
+    such weights in registers, and read half as many bytes.
+
+    Args:
+        dtype: see resolve_dtype.
+        device: that the target runs on.
+        path: its folder.
+
+    Raises:
+        ValueError: see resolve_dtype.
+        ModelError: the folder's config cannot be read.
+    """
+    has_kernels = device.type == "cpu" and load_library() is not None
+    if dtype == "auto" and has_kernels and is_llama_like(read_architecture(path, "target")):
+        return torch.bfloat16
+    return resolve_dtype(dtype, device)
 
 
 def load_causal_lm(

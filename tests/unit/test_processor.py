@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import GPT2Config, LlamaConfig
 
 from paceline.actors import processor
-from paceline.actors.engine.model_loader import resolve_dtype
+from paceline.actors.engine import model_loader
+from paceline.actors.engine.model_loader import resolve_dtype, target_dtype
 from paceline.actors.training.deepspeed_setup import training_dtype
 
 _CPU = torch.device("cpu")
@@ -37,6 +41,22 @@ def test_training_is_in_the_dtype_that_the_processor_is_fast_in(
     assert resolve_dtype("auto", _CPU) == target
     assert training_dtype("auto", _CPU) == training
     assert training_dtype("bfloat16", _CPU) == torch.bfloat16
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_targets_of_the_kernels_are_served_in_bfloat16_on_every_processor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_kernels: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(model_loader, "load_library", lambda: object() if has_kernels else None)
+    fused, by_module = tmp_path / "fused", tmp_path / "by-module"
+    LlamaConfig().save_pretrained(fused)
+    GPT2Config().save_pretrained(by_module)
+    served = torch.bfloat16 if has_kernels else torch.float32
+    assert target_dtype("auto", _CPU, fused) == served
+    assert target_dtype("auto", _CPU, by_module) == torch.float32
+    assert target_dtype("float32", _CPU, fused) == torch.float32
 
 
 def test_tiles_need_the_systems_permission(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from paceline.actors.engine.build import build_stacks, draft_config, kv_positions
 from paceline.actors.engine.compatibility import context_length
 from paceline.actors.engine.kv_cache import NUM_PADDING_BLOCKS, position_bytes
-from paceline.actors.engine.model_loader import resolve_device, resolve_dtype
+from paceline.actors.engine.model_loader import resolve_device, target_dtype
 from paceline.actors.engine.model_runner import kv_block_size, kv_shapes
 from paceline.actors.speculation.pool.draft_ahead import DraftAheadPolicy
 from paceline.actors.speculation.pool.drafter import Drafter
@@ -77,7 +77,7 @@ def build_server(settings: ExpertSettings, host: str | None = None) -> ExpertSer
         ModelError: a model folder cannot be read.
     """
     device = resolve_device(settings.device)
-    dtype = resolve_dtype(settings.target.dtype, device)
+    dtype = target_dtype(settings.target.dtype, device, settings.target.model_path)
     config = read_architecture(settings.target.model_path, "target")
     own = dataclasses.replace(
         settings.target,
