@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
@@ -85,14 +86,14 @@ def fingerprint(folder: Path, model: PreTrainedModel) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Dense:
-    weight: Tensor  # in bfloat16 as oneDNN reads it, which `linear` would reorder in every call
+    weight: Tensor  # in bfloat16 as oneDNN reads it, if it does: `linear` would reorder every time
     bias: Tensor
 
     @classmethod
     def of(cls, *modules: torch.nn.Linear) -> _Dense:
         """Linear layers of one input as one."""
         weight = torch.cat([m.weight.detach() for m in modules])
-        if weight.dtype is torch.bfloat16:
+        if weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         return cls(weight, torch.cat([m.bias.detach() for m in modules]))
 
@@ -218,7 +219,7 @@ def build_encoder(bert: BertModel, pooling: Pooling) -> Callable[[Tensor], Tenso
         encoder = BertEncoder(bert, pooling)
         if torch.allclose(encoder(sample), library(sample), rtol=1e-3, atol=1e-4, equal_nan=True):
             if pooling == "mean" and not multiplies_floats_faster():
-                return BertEncoder(bert.to(torch.bfloat16), pooling)
+                return BertEncoder(copy.deepcopy(bert).to(torch.bfloat16), pooling)
             return encoder
         logger.info("router: the fast encoder differs from transformers', which is used")
     except Exception as error:
