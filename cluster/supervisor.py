@@ -1,7 +1,8 @@
-"""Supervision of the learning actors: start them, and start them again when they die.
+"""Supervision of the learning actors: start them, and start them again when they die or hang.
 
 A process owns the actors that it starts: they end with it. Ray restarts those whose processes die;
-those that it has given up on (a constructor failed, the storage was locked) are started again here.
+those that it has given up on (a constructor failed, the storage was locked) are started again here,
+and those that have stopped to answer are killed, so that Ray restarts them.
 
 No ``from __future__ import annotations`` here: Ray reads the annotations of what it wraps.
 """
@@ -36,6 +37,8 @@ _RETRY_S = 2.0
 _ANSWER_S = 5.0
 _JOIN_S = 10.0
 _HANGS_AFTER_S = 120.0
+# Of an unanswered call, while this process ran: a host that slept has not waited.
+_HANG_POLLS = int(_HANGS_AFTER_S / _TICK_S)
 _TOPICS_TIMEOUT_S = 30.0
 
 
@@ -68,11 +71,12 @@ class SupervisorStatus:
 
 @dataclass(slots=True)
 class _Actor(Generic[HandleT]):
-    """``ping`` is an unanswered call; ``answers`` whether the last one was answered."""
+    """``ping`` is an unanswered call, for ``unanswered`` polls; ``answers``: the last one was."""
 
     handle: HandleT
     ping: Reference[bool] | None = None
     pinged_at: float = 0.0
+    unanswered: int = 0
     answers: bool = False
 
 
@@ -150,15 +154,25 @@ class SupervisedActors(Generic[HandleT]):
             self.kill(name, restart=False)
 
     def poll(self) -> list[str]:
-        """Names of actors that have died since the last call; drops those Ray has given up on."""
+        """Names of actors that have died since the last call; drops those Ray has given up on.
+
+        Call it every ``_TICK_S``. One that has answered and hangs since is killed; one that never
+        has is still constructed, or waits for its resources.
+        """
         dead = []
         now = time.monotonic()
         for name, actor in list(self._actors.items()):
             if actor.ping is None:
                 if now - actor.pinged_at >= _PING_S:
                     actor.ping, actor.pinged_at = actor.handle.ping.remote(), now
+                    actor.unanswered = 0
                 continue
             if not ray.wait([actor.ping], timeout=0)[0]:
+                actor.unanswered += 1
+                if actor.answers and actor.unanswered >= _HANG_POLLS:
+                    self.death = f"{name}: no answer for {_HANGS_AFTER_S:.0f} s"
+                    logger.warning("%s hangs and is killed: Ray restarts it", name)
+                    self.kill(name, restart=True)
                 continue
             ping, actor.ping = actor.ping, None
             try:

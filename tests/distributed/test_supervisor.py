@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from ray import serve
 from tiny_models import tiny_llama, tiny_tokenizer
 from waiting import eventually
 
+from paceline.cluster import supervisor
 from paceline.cluster.scheduler.leases import SchedulerStatus
 from paceline.cluster.session import NAMESPACE, ray_session
 from paceline.deploy.cluster_app import build
@@ -60,6 +63,34 @@ def handle(tmp_path_factory: pytest.TempPathFactory, storage: Path) -> Iterator[
         serve.start(proxy_location="Disabled")
         serve.run(build(config), name="paceline", route_prefix=None)
         yield serve.get_deployment_handle("supervisor", "paceline")
+
+
+@pytest.mark.usefixtures("handle")
+def test_an_actor_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pinged:  # workers cannot import this module
+        def ping(self) -> bool:
+            return True
+
+        def pid(self) -> int:
+            return os.getpid()
+
+    monkeypatch.setattr(supervisor, "_HANG_POLLS", 8)
+    make = ray.remote(num_cpus=0, max_restarts=-1)(Pinged).remote
+    actors = supervisor.SupervisedActors[Any]({"pinged": make})
+    actors.start_missing()
+
+    def answers() -> bool:
+        actors.poll()
+        return actors.silent() == 0
+
+    eventually(answers)
+    (actor,) = actors.handles().values()
+    pid = ray.get(actor.pid.remote())
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: not answers())
+    eventually(answers)
+    assert ray.get(actor.pid.remote()) != pid
+    actors.kill_all()
 
 
 def starts(handle: Any) -> dict[str, int]:

@@ -10,7 +10,7 @@ import pytest
 from paceline.cluster import supervisor as module
 from paceline.cluster.pending_replicas import PendingReplicas, count_starting, demands_of_serve
 from paceline.cluster.scheduler.leases import Action, Instruction, ReplicaDemand
-from paceline.cluster.supervisor import SupervisorStatus, TrainerSupervisor
+from paceline.cluster.supervisor import SupervisedActors, SupervisorStatus, TrainerSupervisor
 
 OWN = {"GPU": 0.25}
 REPLICA = {"GPU": 0.5, "CPU": 1.0}
@@ -111,6 +111,41 @@ def test_instructions_are_carried_out(killed: list[tuple[Any, bool]]) -> None:
     supervisor._tick()
     assert scheduler.calls[-1][1] == []
     assert supervisor.status() == SupervisorStatus({"a": 2, "b": 1})
+
+
+def test_an_actor_that_stops_to_answer_is_killed_once(
+    monkeypatch: pytest.MonkeyPatch, killed: list[tuple[Any, bool]]
+) -> None:
+    answered, now = True, 0.0
+    monkeypatch.setattr(module.ray, "wait", lambda refs, **_: (refs if answered else [], refs))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    actors = SupervisedActors[Any]({"a": Handle})
+
+    def poll(count: int, seconds: float = module._TICK_S) -> None:
+        nonlocal now
+        for _ in range(count):
+            now += seconds
+            assert actors.poll() == []
+
+    answered = False
+    actors.start_missing()
+    poll(2 * module._HANG_POLLS)  # its constructor takes long
+    assert killed == []
+    answered = True
+    poll(1)
+    assert actors.silent() == 0
+    answered = False
+    poll(8)  # the next call
+    poll(1, seconds=3600.0)  # the host slept
+    assert killed == []
+    poll(module._HANG_POLLS)
+    assert [(handle, no_restart) for handle, no_restart in killed] == [
+        (actors.handles()["a"], False)
+    ]
+    assert actors.silent() == 1
+    assert actors.death == "a: no answer for 120 s"
+    poll(2 * module._HANG_POLLS)  # Ray restarts it
+    assert len(killed) == 1
 
 
 @pytest.mark.usefixtures("killed")
