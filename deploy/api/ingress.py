@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.encoders import jsonable_encoder
@@ -78,6 +79,7 @@ from paceline.deploy.monitoring.vllm import CONTENT_TYPE, exposition
 
 logger = logging.getLogger(__name__)
 
+_ASCII = "".join(map(chr, range(128)))
 _LISTENS = "/-/healthz"  # as Serve's own proxy has it
 _HEALTH_ATTEMPTS = 3
 _HEALTH_TIMEOUT_S = 3.0  # per attempt
@@ -509,6 +511,9 @@ class ErrorMiddleware:
             started = True
             await send(message)
 
+        query = scope.get("query_string", b"")
+        if not query.isascii():  # as clients should; Starlette raises where it redirects with it
+            scope = {**scope, "query_string": quote(query, safe=_ASCII).encode()}
         try:
             await self._app(scope, receive, watched_send)
         except Exception as error:

@@ -177,6 +177,7 @@ def test_log_probabilities_are_written_on_another_thread(
         ("GET", "/nowhere", 404),
         ("GET", "/v1/completions", 405),
         ("POST", "/v1/paceline/drain", 403),
+        ("GET", "/health/", 307),
     ],
 )
 def test_a_query_of_any_bytes_is_no_fault_of_the_server(
@@ -198,6 +199,10 @@ def test_a_query_of_any_bytes_is_no_fault_of_the_server(
 
     asyncio.run(application(target, target_folder)(scope, receive, send))
     assert sent[0]["status"] == status
+    if status == 307:
+        where = dict(sent[0]["headers"])[b"location"]
+        assert where == b"http://x.example/health?a=%FF%FE"
+        return
     message = json.loads(sent[1]["body"])["error"]["message"]
     assert status == 403 or message.endswith(f": {method} {path}")
 
