@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.engine.grammar import GrammarCompiler, GrammarError, tokenizer_json
+from paceline.actors.engine.inference import inference
 from paceline.actors.engine.logits_processors import TokenMasks, count_tokens, make_token_masks
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.recorder import RecordBuffer
@@ -195,6 +196,7 @@ class Engine:
             self._waiting.remove(sequence)
         self._finished = [s for s in self._finished if s.request_id != request_id]
 
+    @inference
     def step(self) -> list[StepOutput]:
         """Run one round and return its outputs."""
         finished, self._finished = self._finished, []
@@ -262,15 +264,16 @@ class Engine:
                 outputs.append(StepOutput(sequence.request_id, chunk, record, outcome))
         return outputs
 
-    @torch.inference_mode()
     def _decode(self, batch: list[Sequence], prefilling: list[Sequence]) -> list[StepOutput]:
         rows = [self._rows.row(s.request_id) for s in batch]
         proposal = self.draft_runner.propose(batch, rows, prefilling)
         device = self._runner.device
         latest = [(s.tokens[-1], len(s.tokens) - 1, s.num_output) for s in batch]
         state = device_tensor(latest, device)
-        tokens = torch.cat([state[:, :1], proposal.token_ids], dim=1)
-        positions = state[:, 1:2] + _steps(tokens.shape[1], device)
+        tokens, positions = state[:, :1], state[:, 1:2]
+        if proposal.token_ids.shape[1]:
+            tokens = torch.cat([tokens, proposal.token_ids], dim=1)
+            positions = positions + _steps(tokens.shape[1], device)
         span = max(len(s.tokens) for s in batch) + tokens.shape[1] - 1
         logits = self._runner.verify(rows, tokens, positions, span, proposal.num_drafted)
         params, counts = self._params.get([s.request.sampling for s in batch]), None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.engine.native.library import kernels_for
+from paceline.actors.engine.transfer import device_tensor
 
 
 class BlockAllocator:
@@ -416,7 +417,7 @@ class KVCache:
         """
         assert self.hidden is not None
         self.sync()
-        index = torch.tensor(rows, device=self.device)
+        index = device_tensor(rows, self.device)
         kernels = kernels_for(self.device, self.hidden.dtype)
         if kernels is not None:
             return kernels.read_states(self.hidden, self.block_tables, index, positions)

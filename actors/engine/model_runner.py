@@ -16,6 +16,7 @@ from paceline.actors.engine.decoders import Decoder, make_decoder, unservable, v
 from paceline.actors.engine.dynamic_rope import dynamic_length
 from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.fused import FusedDecoder
+from paceline.actors.engine.inference import inference
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.weights.checkpoint import copy_state, tied_names
@@ -121,7 +122,7 @@ class ModelRunner:
         """Whether all steps of a draft can be one call, see :meth:`rollout`."""
         return isinstance(self.decoder, GraphedDecoder)
 
-    @torch.inference_mode()
+    @inference
     def forward(
         self,
         rows: Sequence[int],
@@ -191,7 +192,7 @@ class ModelRunner:
         padded.index_copy_(0, own.flatten().nonzero().flatten(), logits[:, 0])
         return padded.view(*own.shape, -1)
 
-    @torch.inference_mode()
+    @inference
     def rollout(
         self,
         rows: Sequence[int],
@@ -282,7 +283,7 @@ class ModelRunner:
         yield from self.decoder.grow(all_models)
         self.models = all_models
 
-    @torch.inference_mode()
+    @inference
     def load_weights(self, state: Mapping[str, Tensor], expert: int = 0) -> None:
         """Copy new weights over a model's, in place.
 

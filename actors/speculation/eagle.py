@@ -13,6 +13,7 @@ from torch.nn import functional
 from paceline.actors.engine.attention import StepContext
 from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.fused import Layer, LayerStack, Norm, Rotary
+from paceline.actors.engine.inference import inference
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error
 from paceline.actors.engine.model_runner import ModelRunner
@@ -299,7 +300,7 @@ class EagleRunner(ModelRunner):
         ids, probs, _ = self.draft_greedy(inputs, torch.full((count,), steps), never)
         return ids, probs
 
-    @torch.inference_mode()
+    @inference
     def draft_greedy(
         self, inputs: _Inputs, limits: Tensor, ends: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -308,7 +309,7 @@ class EagleRunner(ModelRunner):
         given = inputs.token_ids, context, inputs.layout, inputs.hidden
         return self.decoder.rollout(*given, limits, ends)
 
-    @torch.inference_mode()
+    @inference
     def step(self, inputs: _Inputs) -> tuple[Tensor, Tensor]:
         """Compute the inputs; see EagleDecoder.with_hidden."""
         context = self._step(inputs.rows, inputs.positions, inputs.span)
@@ -393,7 +394,7 @@ class EagleStack(ExpertStack):
         inputs, most = self._last_inputs(rows), max(row.num_draft_tokens for row in rows)
         return self._eagles.draft_greedy(
             inputs._replace(span=inputs.span + most - 1),
-            torch.tensor([row.num_draft_tokens for row in rows]),
+            device_tensor([row.num_draft_tokens for row in rows], self._eagles.device),
             early_ends(rows, self._eagles.device),
         )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.actors.engine.expert_layout import ExpertLayout
+from paceline.actors.engine.inference import inference
 from paceline.actors.engine.kv_cache import RowAllocator
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.sampling import SamplingBatchCache
@@ -254,7 +255,7 @@ class ExpertStack:
             preempted.add(other)
         return True
 
-    @torch.inference_mode()
+    @inference
     def prefill(self, row: DraftRow) -> bool:
         """Compute a further part of a prompt, ``prefill_chunk`` tokens at most.
 
@@ -273,7 +274,7 @@ class ExpertStack:
             self._expert_layout = experts, ExpertLayout(experts, self.runner.device)
         return self._expert_layout[1]
 
-    @torch.inference_mode()
+    @inference
     def propose(
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
     ) -> Proposal:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.actors.engine.expert_layout import ExpertLayout
+from paceline.actors.engine.inference import inference
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import StackedLinear
 from paceline.actors.engine.model_runner import ModelRunner
@@ -180,7 +181,7 @@ class HeadStack:
         self._residual.pack()
         self._output.pack()
 
-    @torch.inference_mode()
+    @inference
     def logits(self, hidden: Tensor, steps: int) -> Tensor:
         """Logits of the first ``steps`` heads: ``[B, H]`` to ``[steps, B, V]``."""
         layout = self._heads[steps - 1]
@@ -191,7 +192,7 @@ class HeadStack:
         flat = self._output(turned.view(1, -1, self.config.hidden_size), self._shared)
         return flat.view(steps, len(hidden), -1)
 
-    @torch.inference_mode()
+    @inference
     def propose(
         self, rows: Sequence[DraftRow], support: int, generator: torch.Generator
     ) -> Proposal:
@@ -254,7 +255,7 @@ class HeadStack:
         self.versions[slot] = weight_version
 
 
-@torch.inference_mode()
+@inference
 def check_hidden(runner: ModelRunner) -> None:
     """Check that the target's logits are its head's output for hidden states that can be read.
 

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from paceline.actors.backoff import Backoff
+from paceline.actors.engine.inference import inference
 from paceline.actors.engine.sequence import Sequence
 from paceline.actors.speculation.controller import SpeculationController
 from paceline.actors.speculation.proposer import Proposer
@@ -211,7 +211,7 @@ class PendingUpdates:
         """Queue an update."""
         self._queue.append(update)
 
-    @torch.inference_mode()
+    @inference
     def apply(self, *, busy: bool) -> None:
         """Apply the queued updates in order, then retry a partial load if one is due.
 
