@@ -30,6 +30,8 @@ def resize_logits(logits: Tensor, vocab_size: int) -> Tensor:
         ``[..., W]``; ``logits`` itself if W is V.
     """
     missing = vocab_size - logits.shape[-1]
-    if missing <= 0:
+    if missing == 0:
+        return logits
+    if missing < 0:
         return logits[..., :vocab_size]
     return functional.pad(logits, (0, missing), value=-torch.inf)

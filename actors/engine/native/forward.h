@@ -178,4 +178,46 @@ class LayerRun {
   std::vector<Product> products_;
 };
 
+// From token ids to logits, of a single expert.
+struct Model {
+  Forward forward;  // x, memory and out are made here
+  const void *embedding, *norm;  // [vocabulary, hidden], [hidden]
+  Weight head;
+  float eps;
+  int64_t vocabulary, keep;  // last tokens of each row that get logits
+  const int64_t* token_ids;  // [tokens]
+  void *states, *logits;     // [tokens, hidden], after the norm; [batch * keep, head.out]
+};
+
+// Returns whether all ids are in the vocabulary; nothing is computed else.
+template <class T>
+bool run_model(const Model& m) {
+  thread_local std::vector<T> memory;  // which the thread's next call reuses
+  const int64_t tokens = m.forward.tokens, hidden = m.forward.hidden, steps = m.forward.attention.steps;
+  for (int64_t i = 0; i < tokens; ++i)
+    if (m.token_ids[i] < 0 || m.token_ids[i] >= m.vocabulary) return false;
+  const int64_t work = work_size(m.forward), size = tokens * hidden;
+  if (static_cast<int64_t>(memory.size()) < work + 3 * size) memory.resize(work + 3 * size);
+  T* x = memory.data() + work;
+  T *out = x + size, *kept = out + size, *states = static_cast<T*>(m.states);
+  Forward forward = m.forward;
+  forward.memory = memory.data(), forward.x = x, forward.out = out;
+  for (int64_t i = 0; i < tokens; ++i)
+    std::memcpy(x + i * hidden, static_cast<const T*>(m.embedding) + m.token_ids[i] * hidden,
+                hidden * sizeof(T));
+  LayerRun<T>(forward).run();
+  each(tokens, forward.threads, [&](int64_t i) {
+    const int64_t at = i * hidden;
+    add_norm(x + at, out + at, static_cast<const T*>(m.norm), m.eps, hidden, states + at);
+  });
+  const int64_t rows = tokens / steps;
+  if (m.keep < steps)
+    for (int64_t row = 0; row < rows; ++row)
+      std::memcpy(kept + row * m.keep * hidden, states + ((row + 1) * steps - m.keep) * hidden,
+                  m.keep * hidden * sizeof(T));
+  const Product product{m.keep < steps ? kept : states, m.logits, rows * m.keep, m.head};
+  multiply<T>(&product, 1, forward.threads);
+  return true;
+}
+
 }  // namespace

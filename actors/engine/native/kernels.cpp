@@ -32,6 +32,7 @@ extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
     multiply<T>(&product, 1, threads);                                                         \
   }                                                                                            \
   extern "C" void forward_##NAME(const Forward* f) { LayerRun<T>(*f).run(); }                  \
+  extern "C" bool model_##NAME(const Model* m) { return run_model<T>(*m); }                    \
   extern "C" void rollout_##NAME(const Rollout* r) { RolloutRun<T>(*r).run(); }                \
   extern "C" void attend_##NAME(const Attention* a, int64_t threads, const void* qkv,            \
                                 const void* cos, const void* sin, void* keys, void* values,    \

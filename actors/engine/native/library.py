@@ -94,6 +94,17 @@ class _Forward(ctypes.Structure):
     )
 
 
+class _Model(ctypes.Structure):
+    _fields_ = (
+        ("forward", _Forward),
+        *((name, ctypes.c_void_p) for name in ("embedding", "norm")),
+        ("head", _Weight),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("vocabulary", "keep")),
+        *((name, ctypes.c_void_p) for name in ("token_ids", "states", "logits")),
+    )
+
+
 class _Draft(ctypes.Structure):
     _fields_ = (
         ("fuse", _Weight),
@@ -321,6 +332,8 @@ class Kernels:
         self._add_norm.argtypes = [pointer, pointer, pointer, ctypes.c_float, size, size, pointer]
         self._forward = library[f"forward_{NAMES[dtype]}"]
         self._forward.argtypes = [ctypes.POINTER(_Forward)]
+        self._model = library[f"model_{NAMES[dtype]}"]
+        self._model.argtypes, self._model.restype = [ctypes.POINTER(_Model)], ctypes.c_bool
         self._rollout = library[f"rollout_{NAMES[dtype]}"]
         self._rollout.argtypes = [ctypes.POINTER(_Rollout)]
         self._top_one = library[f"top_one_{NAMES[dtype]}"]
@@ -474,6 +487,47 @@ class Kernels:
         del held
         return out
 
+    def model(
+        self,
+        plan: ForwardPlan,
+        embedding: Tensor,
+        norm: Tensor,
+        eps: float,
+        head: PackedWeight,
+        token_ids: Tensor,
+        keep: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Run a whole model of a single expert, see :meth:`forward`.
+
+        Args:
+            plan: layers and tokens.
+            embedding: ``[V, H]``.
+            norm: ``[H]``, the final one.
+            eps: of the norm.
+            head: ``[V', H]``.
+            token_ids: int64 ``[B, T]``.
+            keep: logits of the last ``keep`` tokens; 0 is all.
+
+        Returns:
+            logits ``[B, T or keep, V']``; states after the norm, ``[B, T, H]``.
+
+        Raises:
+            IndexError: a token id is not below V.
+        """
+        token_ids = token_ids.contiguous()
+        (batch, steps), hidden = token_ids.shape, embedding.shape[1]
+        keep = min(keep, steps) or steps
+        call, held = plan.call(hidden)
+        states = embedding.new_empty(batch, steps, hidden)
+        logits = embedding.new_empty(batch, keep, head.out)
+        ends = embedding.data_ptr(), norm.data_ptr(), head.struct, eps, len(embedding), keep
+        outputs = token_ids.data_ptr(), states.data_ptr(), logits.data_ptr()
+        known = self._model(_Model(call, *ends, *outputs))
+        del held
+        if not known:
+            raise IndexError("a token id is not in the model's vocabulary")
+        return logits, states
+
     def rollout(
         self,
         plan: ForwardPlan,
@@ -504,7 +558,7 @@ class Kernels:
         """
         call, held = plan.call(embedding.shape[1])
         token_ids, before = token_ids.contiguous(), before.contiguous()
-        batch, most = len(token_ids), int(limits.max())
+        batch, most = len(token_ids), max(limits.tolist())
         ids = torch.empty(batch, most, dtype=torch.int64)
         probs, counts = torch.empty(batch, most), torch.empty_like(limits)
         own = _pointers(drafts)
@@ -517,7 +571,7 @@ class Kernels:
         )
         self._rollout(rollout)
         del held
-        longest = int(counts.max())
+        longest = max(counts.tolist())
         if longest < most:
             ids, probs = ids[:, :longest].contiguous(), probs[:, :longest].contiguous()
         return ids, probs, counts

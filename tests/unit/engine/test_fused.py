@@ -141,6 +141,28 @@ def test_swapped_weights_are_served_and_the_neighbours_keep_theirs(
     assert torch.equal(logits(runner.decoder, models[0], [0]), untouched)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keep", [0, 1])
+def test_a_row_has_the_same_bits_among_rows_of_other_experts(dtype: torch.dtype, keep: int) -> None:
+    """A single expert's forward is one call of the kernels, that of several experts is not."""
+    models = [make(CONFIGS["llama_tied"], seed, dtype) for seed in (1, 2)]
+    decoder = FusedDecoder(models, CAPACITY)
+    if not decoder.has_kernels:
+        pytest.skip("no C++ compiler here")
+    alone, among = (logits(decoder, models[0], own, keep) for own in ([1, 1], [1, 0]))
+    assert torch.equal(alone[0], among[0])
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB])
+def test_an_unknown_token_is_an_error(token: int) -> None:
+    model = make(CONFIGS["llama"], 1)
+    runner = ModelRunner([model], 1, CAPACITY)
+    runner.kv.allocate(0, 2)
+    tokens, positions = torch.tensor([[3, token]]), torch.tensor([[0, 1]])
+    with pytest.raises(IndexError):
+        runner.forward([0], tokens, positions, 2)
+
+
 def test_other_architectures_run_through_their_modules() -> None:
     model = make(
         GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=CAPACITY), 1
