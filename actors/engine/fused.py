@@ -21,6 +21,7 @@ from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error, stack
 from paceline.actors.engine.native.library import (
+    ACTIVATIONS,
     CachePlan,
     ForwardPlan,
     Kernels,
@@ -159,7 +160,7 @@ class LayerStack:
         """Take the layers; ``activation`` is the config's name of the MLP's."""
         self.layers, self._rotary = list(layers), rotary
         weight = layers[0].linears[0].weight
-        native = activation in ("silu", "swish")
+        native = activation in ACTIVATIONS
         self.kernels = kernels_for(weight.device, weight.dtype) if native else None
         self._plans: dict[int, LayerPlan] = {}
         self._caches: tuple[KVCache, CachePlan] | None = None

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.actors.engine.attention import ATTENTION_NAME
-from paceline.actors.engine.native.library import load_library
+from paceline.actors.engine.native.library import ACTIVATIONS, load_library
 from paceline.actors.processor import has_bfloat16
 from paceline.actors.weights.checkpoint import read_architecture, read_causal_lm
 from paceline.actors.weights.codes import attach_codes
@@ -54,9 +54,10 @@ def target_dtype(dtype: str, device: torch.device, path: str | Path) -> torch.dt
         ValueError: see resolve_dtype.
         ModelError: the folder's config cannot be read.
     """
-    has_kernels = device.type == "cpu" and load_library() is not None
-    if dtype == "auto" and has_kernels and is_llama_like(read_architecture(path, "target")):
-        return torch.bfloat16
+    if dtype == "auto" and device.type == "cpu" and load_library() is not None:
+        config = read_architecture(path, "target")
+        if is_llama_like(config) and config.hidden_act in ACTIVATIONS:
+            return torch.bfloat16
     return resolve_dtype(dtype, device)
 
 

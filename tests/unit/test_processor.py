@@ -50,12 +50,14 @@ def test_targets_of_the_kernels_are_served_in_bfloat16_on_every_processor(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(model_loader, "load_library", lambda: object() if has_kernels else None)
-    fused, by_module = tmp_path / "fused", tmp_path / "by-module"
+    fused, by_module, gelu = (tmp_path / name for name in ("fused", "by-module", "gelu"))
     LlamaConfig().save_pretrained(fused)
     GPT2Config().save_pretrained(by_module)
+    LlamaConfig(hidden_act="gelu").save_pretrained(gelu)
     served = torch.bfloat16 if has_kernels else torch.float32
     assert target_dtype("auto", _CPU, fused) == served
     assert target_dtype("auto", _CPU, by_module) == torch.float32
+    assert target_dtype("auto", _CPU, gelu) == torch.float32
     assert target_dtype("float32", _CPU, fused) == torch.float32
 
 

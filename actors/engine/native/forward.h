@@ -180,7 +180,7 @@ class LayerRun {
 
 // From token ids to logits, of a single expert.
 struct Model {
-  Forward forward;  // x, memory and out are made here
+  Forward forward;  // x and out are made here, in memory of model_work_size() elements
   const void *embedding, *norm;  // [vocabulary, hidden], [hidden]
   Weight head;
   float eps;
@@ -189,19 +189,18 @@ struct Model {
   void *states, *logits;     // [tokens, hidden], after the norm; [batch * keep, head.out]
 };
 
+inline int64_t model_work_size(const Forward& f) { return work_size(f) + 3 * f.tokens * f.hidden; }
+
 // Returns whether all ids are in the vocabulary; nothing is computed else.
 template <class T>
 bool run_model(const Model& m) {
-  thread_local std::vector<T> memory;  // which the thread's next call reuses
   const int64_t tokens = m.forward.tokens, hidden = m.forward.hidden, steps = m.forward.attention.steps;
   for (int64_t i = 0; i < tokens; ++i)
     if (m.token_ids[i] < 0 || m.token_ids[i] >= m.vocabulary) return false;
-  const int64_t work = work_size(m.forward), size = tokens * hidden;
-  if (static_cast<int64_t>(memory.size()) < work + 3 * size) memory.resize(work + 3 * size);
-  T* x = memory.data() + work;
-  T *out = x + size, *kept = out + size, *states = static_cast<T*>(m.states);
+  T* x = static_cast<T*>(m.forward.memory) + work_size(m.forward);
+  T *out = x + tokens * hidden, *kept = out + tokens * hidden, *states = static_cast<T*>(m.states);
   Forward forward = m.forward;
-  forward.memory = memory.data(), forward.x = x, forward.out = out;
+  forward.x = x, forward.out = out;
   for (int64_t i = 0; i < tokens; ++i)
     std::memcpy(x + i * hidden, static_cast<const T*>(m.embedding) + m.token_ids[i] * hidden,
                 hidden * sizeof(T));

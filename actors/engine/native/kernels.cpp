@@ -18,6 +18,7 @@ extern "C" bool pack_weight_codes(const void* weight, const void* codes, const v
                     out, bits, packed);
 }
 extern "C" int64_t forward_work_size(const Forward* f) { return work_size(*f); }
+extern "C" int64_t model_memory_size(const Forward* f) { return model_work_size(*f); }
 
 #define PACELINE_KERNELS(NAME, T)                                                              \
   extern "C" int64_t packed_size_##NAME(int64_t in, int64_t out) {                             \

@@ -128,6 +128,7 @@ class _Rollout(ctypes.Structure):
 
 
 _LANES = 16  # of the widest vectors, as in numbers.h
+ACTIVATIONS = ("silu", "swish")  # names in configs of the MLP's that the kernels have
 
 
 class PackedWeight:
@@ -367,7 +368,9 @@ class Kernels:
         self._pack_codes.argtypes = [*[pointer] * 4, *[size] * 3, pointer]
         self._pack_codes.restype = ctypes.c_bool
         self._work_size = library.forward_work_size
-        self._work_size.argtypes, self._work_size.restype = [ctypes.POINTER(_Forward)], size
+        self._model_work_size = library.model_memory_size
+        for function in (self._work_size, self._model_work_size):
+            function.argtypes, function.restype = [ctypes.POINTER(_Forward)], size
 
     def pack(
         self,
@@ -520,10 +523,12 @@ class Kernels:
         call, held = plan.call(hidden)
         states = embedding.new_empty(batch, steps, hidden)
         logits = embedding.new_empty(batch, keep, head.out)
+        memory = embedding.new_empty(self._model_work_size(call))
+        call.memory = memory.data_ptr()
         ends = embedding.data_ptr(), norm.data_ptr(), head.struct, eps, len(embedding), keep
         outputs = token_ids.data_ptr(), states.data_ptr(), logits.data_ptr()
         known = self._model(_Model(call, *ends, *outputs))
-        del held
+        del held, memory
         if not known:
             raise IndexError("a token id is not in the model's vocabulary")
         return logits, states

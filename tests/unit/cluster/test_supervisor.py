@@ -113,7 +113,7 @@ def test_instructions_are_carried_out(killed: list[tuple[Any, bool]]) -> None:
     assert supervisor.status() == SupervisorStatus({"a": 2, "b": 1})
 
 
-def test_an_actor_that_stops_to_answer_is_killed_once(
+def test_an_actor_that_stops_answering_is_killed_once(
     monkeypatch: pytest.MonkeyPatch, killed: list[tuple[Any, bool]]
 ) -> None:
     answered, now = True, 0.0
@@ -146,6 +146,28 @@ def test_an_actor_that_stops_to_answer_is_killed_once(
     assert actors.death == "a: no answer for 120 s"
     poll(2 * module._HANG_POLLS)  # Ray restarts it
     assert len(killed) == 1
+
+
+@pytest.mark.usefixtures("killed")
+def test_a_kill_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        tried.append(actors.silent())
+        raise RuntimeError("the control store is away")
+
+    monkeypatch.setattr(module.ray, "kill", fail)
+    monkeypatch.setattr(module.ray, "wait", lambda refs, **_: (refs, []))
+    actors = SupervisedActors[Any]({"a": Handle})
+    actors.start_missing()
+    for _ in range(2):
+        actors.poll()
+    assert actors.silent() == 0
+    monkeypatch.setattr(module.ray, "wait", lambda refs, **_: ([], refs))
+    monkeypatch.setattr(module, "_PING_S", 0.0)
+    for _ in range(2 * module._HANG_POLLS + 1):
+        assert actors.poll() == []
+    assert len(tried) == 2
 
 
 @pytest.mark.usefixtures("killed")
