@@ -184,7 +184,8 @@ struct Model {
   const void *embedding, *norm;  // [vocabulary, hidden], [hidden]
   Weight head;
   float eps;
-  int64_t vocabulary, keep;  // last tokens of each row that get logits
+  int64_t vocabulary;
+  int64_t keep;              // last tokens of each row that get logits
   const int64_t* token_ids;  // [tokens]
   void *states, *logits;     // [tokens, hidden], after the norm; [batch * keep, head.out]
 };
