@@ -1,5 +1,5 @@
 // What a core can do at most: products in registers, and reading memory from end to end.
-#include <cstdint>
+#include "numbers.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -7,21 +7,13 @@
 
 namespace {
 constexpr int kChains = 12;  // more than one product's latency, in registers
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef uint64_t Words __attribute__((vector_size(64), aligned(8)));
+typedef uint64_t Line __attribute__((vector_size(64), aligned(8)));
 
 // Calls add(sum) `rounds` times in every chain; returns the operations, `each` of a call.
 template <class Add>
 int64_t in_chains(int64_t rounds, int64_t each, float* out, const Add& add) {
-  Floats sums[kChains];
-  for (int c = 0; c < kChains; ++c) sums[c] = Floats{} + static_cast<float>(c);  // none is another
+  Vector sums[kChains];
+  for (int c = 0; c < kChains; ++c) sums[c] = Vector{} + static_cast<float>(c);  // none is another
   for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 12
     for (auto& sum : sums) add(sum);
@@ -34,16 +26,16 @@ extern "C" {
 
 // Multiplies floats and adds `rounds` times in every chain; returns the operations.
 int64_t multiply_add(int64_t rounds, float x, float* out) {
-  const Floats wide = Floats{} + x;
-  return in_chains(rounds, 2 * kLanes, out, [&](Floats& sum) { sum = sum * wide + wide; });
+  const Vector wide = Vector{} + x;
+  return in_chains(rounds, 2 * kLanes, out, [&](Vector& sum) { sum = sum * wide + wide; });
 }
 
 // The same with dot products of two bfloat16 numbers; 0 where the processor has none.
 int64_t dot_products(int64_t rounds, float x, float* out) {
 #if defined(__AVX512BF16__)
   const __m512bh pairs = _mm512_cvtne2ps_pbh(_mm512_set1_ps(x), _mm512_set1_ps(x));
-  return in_chains(rounds, 4 * 16, out, [&](Floats& sum) {
-    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, pairs, pairs);
+  return in_chains(rounds, 4 * 16, out, [&](Vector& sum) {
+    sum = (Vector)_mm512_dpbf16_ps((__m512)sum, pairs, pairs);
   });
 #else
   return 0;
@@ -83,11 +75,11 @@ int64_t tile_products(int64_t rounds, float, float* out) {
 
 // Sums `count` parts of 64 bytes.
 uint64_t read_all(const void* from, int64_t count) {
-  const Words* words = static_cast<const Words*>(from);
-  Words sums[4] = {};
+  const Line* words = static_cast<const Line*>(from);
+  Line sums[4] = {};
   for (int64_t i = 0; i + 4 <= count; i += 4)
     for (int j = 0; j < 4; ++j) sums[j] += words[i + j];
-  const Words all = sums[0] + sums[1] + sums[2] + sums[3];
+  const Line all = sums[0] + sums[1] + sums[2] + sums[3];
   return all[0] + all[7];
 }
 }

@@ -26,6 +26,7 @@ import torch
 from harness import arguments, machine, show, write
 from models import find_models
 
+from paceline.actors.engine import native
 from paceline.actors.engine.fused import FusedDecoder
 from paceline.actors.engine.model_loader import load_causal_lm, target_dtype
 from paceline.actors.engine.model_runner import ModelRunner
@@ -33,6 +34,7 @@ from paceline.actors.processor import has_tiles
 from paceline.actors.speculation.profiling import stepper
 
 _SOURCE = Path(__file__).with_name("limits.cpp")
+_KERNELS = Path(native.__path__[0])  # whose vectors it uses
 _READ = 2**29  # bytes, more than any cache
 _ROUNDS = 2_000_000
 # (rows, new tokens of each): decoding, rounds that verify drafts, prompts
@@ -48,7 +50,7 @@ class Limits:
         assert compiler is not None, "needs a C++ compiler"
         with tempfile.TemporaryDirectory() as folder:
             library = f"{folder}/limits.so"
-            flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"]
+            flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", f"-I{_KERNELS}"]
             flags += ["-DTILES"] if has_tiles() else []
             subprocess.run([compiler, *flags, str(_SOURCE), "-o", library], check=True)
             own = ctypes.CDLL(library)

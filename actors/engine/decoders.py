@@ -14,6 +14,7 @@ from paceline.actors.engine.attention import StepContext
 from paceline.actors.engine.dynamic_rope import DynamicRotary, dynamic_rotaries
 from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.fused import FusedDecoder, layer_window
+from paceline.actors.engine.inference import inference
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.vocabulary import known_ids, resize_logits
 from paceline.actors.weights.eagle import is_llama_like
@@ -150,7 +151,7 @@ def unservable(config: PreTrainedConfig, reason: str) -> ValueError:
     return ValueError(f"models of type {config.model_type} cannot be served: {reason}")
 
 
-@torch.inference_mode()
+@inference
 def make_decoder(
     models: Sequence[PreTrainedModel],
     shapes: list[tuple[int, int]],

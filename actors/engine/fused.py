@@ -372,31 +372,20 @@ class FusedDecoder:
         Returns:
             ``[B, T or keep, V]`` in the models' dtype.
         """
-        return self._run(token_ids, step, layout, keep)[0]
+        if self._stack.kernels is not None and layout.single is not None:
+            return self._run(self._stack.kernels, token_ids, step, layout, keep)[0]
+        return self._logits(self._hidden(token_ids, step, layout, keep), layout)
 
     def with_hidden(
         self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
     ) -> tuple[Tensor, Tensor]:
         """See Decoder."""
-        return self._run(token_ids, step, layout, keep)
+        if self._stack.kernels is not None and layout.single is not None:
+            return self._run(self._stack.kernels, token_ids, step, layout, keep)
+        hidden = self._hidden(token_ids, step, layout, 0)
+        return self._logits(layout.last_tokens(hidden, keep), layout), layout.to_rows(hidden)
 
     def _run(
-        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
-    ) -> tuple[Tensor, Tensor]:
-        """Logits, see __call__, and the states of all tokens before the head, ``[B, T, H]``."""
-        if self.vocab_size > self._vocab:
-            token_ids = known_ids(token_ids, self._vocab)
-        if self._stack.kernels is not None and layout.single is not None:
-            logits, states = self._run_one(self._stack.kernels, token_ids, step, layout, keep)
-            return resize_logits(logits, self.vocab_size), states
-        ids = layout.embedding_ids(token_ids, 0 if self._shared else self._vocab)
-        x, delta = self._stack(functional.embedding(ids, self._embeddings), step, layout)
-        hidden = self._norm.of_sum(x, delta, layout, self._stack.kernels)
-        last = layout.last_tokens(hidden, keep)
-        logits = self._head(last, self._one if self._shared else layout)
-        return resize_logits(layout.to_rows(logits), self.vocab_size), layout.to_rows(hidden)
-
-    def _run_one(
         self,
         kernels: Kernels,
         token_ids: Tensor,
@@ -409,15 +398,33 @@ class FusedDecoder:
         ends, embedding = (0 if self._shared else expert), self._embeddings
         if len(embedding) > self._vocab:
             embedding = embedding[ends * self._vocab : (ends + 1) * self._vocab]
-        return kernels.model(
+        logits, states = kernels.model(
             self._stack.plan(step, layout),
             embedding,
             self._norm.weight[expert],
             self._norm.eps,
             self._head.packed(ends),
-            token_ids,
+            self._known(token_ids),
             keep,
         )
+        return resize_logits(logits, self.vocab_size), states
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        return known_ids(token_ids, self._vocab) if self.vocab_size > self._vocab else token_ids
+
+    def _logits(self, hidden: Tensor, layout: ExpertLayout) -> Tensor:
+        """Compute ``[B, T, V]`` from ``[E', R*T, H]``."""
+        logits = self._head(hidden, self._one if self._shared else layout)
+        return resize_logits(layout.to_rows(logits), self.vocab_size)
+
+    def _hidden(
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, keep: int
+    ) -> Tensor:
+        """Return the input of the head, ``[E', R*(T or keep), H]``."""
+        ids = layout.embedding_ids(self._known(token_ids), 0 if self._shared else self._vocab)
+        x, delta = self._stack(functional.embedding(ids, self._embeddings), step, layout)
+        x, delta = layout.last_tokens(x, keep), layout.last_tokens(delta, keep)
+        return self._norm.of_sum(x, delta, layout, self._stack.kernels)
 
 
 def layer_window(config: PreTrainedConfig, layer: int) -> int | None:

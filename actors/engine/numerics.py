@@ -11,6 +11,7 @@ from itertools import pairwise, takewhile
 import torch
 from torch import Tensor
 
+from paceline.actors.engine.inference import inference
 from paceline.actors.engine.model_runner import ModelRunner
 
 INVARIANT, VARYING = "invariant", "varying"
@@ -20,7 +21,7 @@ _LENGTH = 20
 _CHUNKINGS = ((1,) * _LENGTH, (9, 1, 2, 8), (_LENGTH,))
 
 
-@torch.inference_mode()
+@inference
 def batch_invariant(runner: ModelRunner) -> bool:
     """Compare the bits of logits computed token by token, in chunks, and together with other rows.
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.actors.engine.inference import inference
 from paceline.actors.engine.request import GenerationRequest
 from paceline.actors.engine.sampling import TargetProbs
 from paceline.actors.engine.top_tokens import top_logits_of
@@ -40,7 +41,7 @@ class TargetTopK:
     processed: NDArray[np.float32] | None
 
 
-@torch.inference_mode()
+@inference
 def target_top_k(logits: Sequence[Tensor], probs: Sequence[TargetProbs], size: int) -> TargetTopK:
     """Reduce the target's logits to the top K tokens.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.actors.engine.inference import inference
 from paceline.actors.engine.logits_processors import LogitsProcessors, make_logits_processors
 from paceline.actors.engine.request import SamplingParams, TokenLogprob
 from paceline.actors.engine.top_tokens import top_probs
@@ -308,7 +309,7 @@ def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
     return torch.searchsorted(sums, at, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
 
 
-@torch.inference_mode()
+@inference
 def token_logprobs(
     logits: Tensor, emitted: Sequence[Sequence[int]], wanted: Sequence[int | None]
 ) -> list[list[TokenLogprob]]:
@@ -339,7 +340,7 @@ def token_logprobs(
     return found
 
 
-@torch.inference_mode()
+@inference
 def prompt_logprobs(logits: Tensor, token_ids: Sequence[int], size: int) -> list[TokenLogprob]:
     """Return the log-probabilities of prompt tokens, unprocessed, with their ranks.
 
