@@ -69,10 +69,10 @@ NO_PREFILL = DraftPrefill()
 
 
 class NotedCosts(DraftCosts):
-    """Records its observations."""
+    """Records its observations instead of learning from them: drafting always looks cheap."""
 
     def __init__(self) -> None:
-        super().__init__({(1, 1): 0.01, (2, 2): 0.01, (1, 2): 0.01, (2, 1): 0.01})
+        super().__init__({(1, 1): 1e-6, (2, 2): 1e-6, (1, 2): 1e-6, (2, 1): 1e-6})
         self.seen: list[tuple[int, int, int]] = []
 
     def observe(
@@ -80,12 +80,11 @@ class NotedCosts(DraftCosts):
         rows: int,
         experts: int,
         steps: int,
-        seconds: float,
-        prefilled: DraftPrefill = NO_PREFILL,
+        seconds: float,  # noqa: ARG002
+        prefilled: DraftPrefill = NO_PREFILL,  # noqa: ARG002
     ) -> None:
         if steps:
             self.seen.append((rows, experts, steps))
-        super().observe(rows, experts, steps, seconds, prefilled)
 
 
 @pytest.mark.parametrize("silent", [False, True])
