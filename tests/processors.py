@@ -13,7 +13,7 @@ from paceline.actors.engine.native import library
 from paceline.actors.processor import has_tiles
 
 # What each has: vectors of four lanes; of eight; of sixteen; dot products of bfloat16, slower than
-# floats (Intel's) and faster (AMD's); tiles too.
+# floats (Intel's) and faster (AMD's); tiles too. Those of eight lanes and more read codes.
 PROCESSORS = {
     "x86-64": "-march=x86-64",
     "haswell": "-march=haswell",
@@ -23,13 +23,13 @@ PROCESSORS = {
     "amx": "-march=skylake-avx512 -mavx512bf16 -mamx-tile -mamx-bf16 -DPACELINE_MULTIPLY_ADDS "
     "-DPACELINE_TILES_ALLOWED",
 }
-WITH_CODES = ("sapphirerapids", "znver4", "amx")  # of quantized checkpoints
-WITH_PAIRS = ("skylake-avx512", *WITH_CODES)  # of bfloat16 in the cache of keys and values
+WITH_CODES = tuple(PROCESSORS)[1:]  # of quantized checkpoints
+WITH_PAIRS = tuple(PROCESSORS)[2:]  # of bfloat16 in the cache of keys and values
 _CAN_RUN = {
     "x86-64": lambda: True,
     "haswell": torch.cpu._is_avx2_supported,
     "skylake-avx512": torch.cpu._is_avx512_supported,
-    **dict.fromkeys(WITH_CODES, torch.cpu._is_avx512_bf16_supported),
+    **dict.fromkeys(("sapphirerapids", "znver4"), torch.cpu._is_avx512_bf16_supported),
     "amx": has_tiles,
 }
 

@@ -9,11 +9,16 @@
 
 #include "products.h"
 
+#if defined(__AVX512BF16__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
+#include <immintrin.h>
+#define PACELINE_CODES 1
+#endif
+
 namespace {
 
 constexpr int64_t kGroup = 32;  // columns of a scale
 
-#if defined(__AVX512BF16__)
+#if PACELINE_CODES
 
 // 16 outputs' weights of 32 columns. Codes of 8 bits have 128 added, and no min.
 template <int Bits>
@@ -21,6 +26,13 @@ struct Group {
   uint16_t scale[kOutputs], min[Bits == 4 ? kOutputs : 0];
   uint32_t codes[Bits][16];
 };
+
+// Where the code of a group's output and column lies.
+struct CodePlace {
+  int64_t line, word, shift;
+};
+
+#if defined(__AVX512BF16__)
 
 inline __m512 half(const uint16_t* from) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
@@ -45,10 +57,7 @@ struct Shifted {
   }
 };
 
-// Where the code of a group's output and column lies.
-struct CodePlace {
-  int64_t line, word, shift;
-};
+#endif
 
 #if PACELINE_TILES
 
@@ -113,6 +122,8 @@ inline void decode_group(const Group<8>& group, Bf16* out) {
 
 #else
 
+#if defined(__AVX512BF16__)
+
 // A word has the v-th code, counted from its low bits, of output word / 2 + 8 * (v % 2) and of column
 // v / 2 * 2 + word % 2 of the line's.
 template <int Bits>
@@ -121,11 +132,15 @@ inline CodePlace code_place(int64_t output, int64_t column) {
   return {column / (32 / Bits), output % 8 * 2 + inside % 2, (inside / 2 * 2 + output / 8) * Bits};
 }
 
+using CodedStep = Step<Bf16>;  // takes what a Decoder makes
+inline Words packed_pairs(Pairs weights) { return weights; }
+
+// Of a group all 16 outputs, which are its only part.
 template <int Bits>
 struct Decoder {
   __m512 scale[2], offset[2];
 
-  void read(const Group<Bits>& group) {
+  void read(const Group<Bits>& group, int) {
     constexpr float base = Shifted<Bits>::kBase;
     const __m512 s = half(group.scale);
     __m512 m;
@@ -140,18 +155,94 @@ struct Decoder {
   }
 
   template <int V>
-  __m512 one(__m512i words) const {
-    return _mm512_fmadd_ps(Shifted<Bits>::template one<V>(words), scale[V % 2], offset[V % 2]);
+  __m512 one(Words words) const {
+    const __m512 code = Shifted<Bits>::template one<V>((__m512i)words);
+    return _mm512_fmadd_ps(code, scale[V % 2], offset[V % 2]);
   }
 
-  // The P-th pair of columns of the 16 outputs, as products.h packs it.
+  // The P-th pair of columns of a line.
   template <int P>
-  __m512bh pair(__m512i words) const {
-    return _mm512_cvtne2ps_pbh(one<2 * P + 1>(words), one<2 * P>(words));
+  Pairs pair(Words words) const {
+    return (Pairs)(__m512i)_mm512_cvtne2ps_pbh(one<2 * P + 1>(words), one<2 * P>(words));
   }
 };
 
-// Calls take(P) for every pair of columns of a word, as a constant.
+#else
+
+// A word has codes of one output, from the low bits on.
+template <int Bits>
+inline CodePlace code_place(int64_t output, int64_t column) {
+  return {column / (32 / Bits), output, column % (32 / Bits) * Bits};
+}
+
+// Takes what a Decoder makes: two columns' weights as floats.
+struct CodedStep : Step<Bf16> {
+  struct Weights {
+    Vector turns[2];
+  };
+  template <int Turn>
+  static inline Vector part(const Weights& w) { return w.turns[Turn]; }
+};
+inline Words packed_pairs(const CodedStep::Weights& w) {
+  return ((Words)w.turns[0] >> 16) | (Words)w.turns[1];
+}
+
+inline Vector halves(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+  return (Vector)_mm256_cvtph_ps(load<__m128i>(from));
+#endif
+}
+
+// To nearest, ties to even, by a float's own rounding: x - 2^16 x cannot hold what lies below x's eighth
+// bit, and with 2^16 x added again the rest of x is left. Of additions, or of multiplications: a
+// processor that has units for each is fastest with as many of both.
+template <bool ByMultiplying>
+inline Vector as_bfloat16(Vector x) {
+  if constexpr (ByMultiplying) {
+    Vector rest = x * -65535.0f;
+    asm("" : "+v"(rest));  // or the compiler would multiply and add exactly
+    return x * 65536.0f + rest;
+  } else {
+    const Vector large = (Vector)((Words)x + (16u << 23));
+    return x - large + large;
+  }
+}
+
+// Of a group a vector of outputs, its part.
+template <int Bits>
+struct Decoder {
+  typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
+  static constexpr int kCodes = 32 / Bits;  // in a word
+  Vector scale[kCodes], min;                // scale for a code where it lies in its word
+
+  void read(const Group<Bits>& group, int part) {
+    const Vector s = halves(group.scale + part * kLanes);
+#pragma GCC unroll 8
+    for (int v = 0; v < kCodes; ++v)
+      scale[v] = v + 1 < kCodes ? s / static_cast<float>(1u << (v * Bits)) : s;
+    if constexpr (Bits == 4) min = halves(group.min + part * kLanes);
+    else min = s * -128.0f;
+  }
+
+  template <int V>
+  Vector one(Words words) const {
+    if constexpr (V + 1 == kCodes) words >>= V * Bits;  // it has the sign's bit
+    else words &= ((1u << Bits) - 1) << (V * Bits);
+    return as_bfloat16<V % 2 == 0>(__builtin_convertvector((Integers)words, Vector) * scale[V] + min);
+  }
+
+  // The P-th pair of columns of a line.
+  template <int P>
+  CodedStep::Weights pair(Words words) const {
+    return {{one<2 * P>(words), one<2 * P + 1>(words)}};
+  }
+};
+
+#endif
+
+// Calls take(P) for every pair of columns of a line, as a constant.
 template <int Bits, class F>
 __attribute__((always_inline)) inline void each_pair(const F& take) {
   take(std::integral_constant<int, 0>{});
@@ -165,15 +256,19 @@ __attribute__((always_inline)) inline void each_pair(const F& take) {
 // Decodes a group into the layout of products.h.
 template <int Bits>
 inline void decode_group(const Group<Bits>& group, Bf16* out) {
-  Decoder<Bits> decoder;
-  decoder.read(group);
+  for (int part = 0; part < kParts; ++part) {
+    Bf16* to = out + part * 2 * kLanes;
+    Decoder<Bits> decoder;
+    decoder.read(group, part);
 #pragma GCC unroll 8
-  for (int j = 0; j < Bits; ++j) {
-    const __m512i words = _mm512_loadu_si512(group.codes[j]);
-    each_pair<Bits>([&](auto pair) __attribute__((always_inline)) {
-      _mm512_storeu_si512(out, (__m512i)decoder.template pair<pair.value>(words));
-      out += 2 * kOutputs;
-    });
+    for (int j = 0; j < Bits; ++j) {
+      const auto words = load<Words>(group.codes[j] + part * kLanes);
+      each_pair<Bits>([&](auto pair) __attribute__((always_inline)) {
+        const Words pairs = packed_pairs(decoder.template pair<pair.value>(words));
+        std::memcpy(to, &pairs, sizeof pairs);
+        to += 2 * kOutputs;
+      });
+    }
   }
 }
 
@@ -239,75 +334,75 @@ inline bool pack_codes(const Bf16* weight, const uint8_t* codes, const uint16_t*
 // to `kept` too, laid out as pack() does.
 template <int Bits, int R, int B, bool Keep>
 __attribute__((noinline)) void coded_tile(const Product& p, int64_t block, Bf16* kept) {
-  constexpr int kPairs = 16 / Bits;  // of columns, in a word
+  constexpr int kPairs = 16 / Bits;   // of columns, in a line
+  constexpr int kVectors = B * kParts;
   const int64_t groups = p.weight.in / kGroup, stride = packed_block<Bf16>(p.weight.in);
   const Group<Bits>* own = static_cast<const Group<Bits>*>(p.weight.packed) + block * groups;
   const Rows<Bf16, R> rows(p, 0);
   int64_t column = 0;
-  Vector sums[R][B] = {};
+  Vector sums[R][kVectors] = {};
   for (int64_t g = 0; g < groups; ++g) {
-    Decoder<Bits> decoders[B];
-    for (int b = 0; b < B; ++b) decoders[b].read(own[b * groups + g]);
+    Decoder<Bits> decoders[kVectors];
+    for (int i = 0; i < kVectors; ++i) decoders[i].read(own[i / kParts * groups + g], i % kParts);
     for (int64_t line = 0; line < static_cast<int64_t>(sizeof(Group<Bits>)); line += 64)
       for (int b = 0; b < B; ++b)
         __builtin_prefetch(reinterpret_cast<const char*>(own + (B + b) * groups + g) + line);
 #pragma GCC unroll 8
     for (int j = 0; j < Bits; ++j, column += 2 * kPairs) {
-      __m512i words[B];
-      for (int b = 0; b < B; ++b) words[b] = _mm512_loadu_si512(own[b * groups + g].codes[j]);
+      Words words[kVectors];
+      for (int i = 0; i < kVectors; ++i)
+        words[i] = load<Words>(own[i / kParts * groups + g].codes[j] + i % kParts * kLanes);
       each_pair<Bits>([&](auto pair) __attribute__((always_inline)) {
-        Pairs w[B];
-        for (int b = 0; b < B; ++b) {
-          w[b] = (Pairs)(__m512i)decoders[b].template pair<pair.value>(words[b]);
-          if constexpr (Keep) _mm512_storeu_si512(kept + b * stride, (__m512i)w[b]);
+        typename CodedStep::Weights w[kVectors];
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i) {
+          w[i] = decoders[i].template pair<pair.value>(words[i]);
+          if constexpr (Keep) {
+            const Words pairs = packed_pairs(w[i]);
+            std::memcpy(kept + i / kParts * stride + i % kParts * 2 * kLanes, &pairs, sizeof pairs);
+          }
         }
         if constexpr (Keep) kept += 2 * kOutputs;
-        add_step<Step<Bf16>>(sums, w, rows.x, column + 2 * pair.value);
+        add_step<CodedStep>(sums, w, rows.x, column + 2 * pair.value);
       });
     }
   }
   store<Bf16>(p, 0, R, block, sums);
 }
 
-// Calls take(count) for 1 to kMany rows, as a constant.
-template <class F>
+// Calls take(count) for 1 to Most rows, as a constant.
+template <int Most, class F>
 inline void with_rows(int64_t count, const F& take) {
-  switch (count) {
-    case 1: return take(std::integral_constant<int, 1>{});
-    case 2: return take(std::integral_constant<int, 2>{});
-    case 3: return take(std::integral_constant<int, 3>{});
-    case 4: return take(std::integral_constant<int, 4>{});
-    case 5: return take(std::integral_constant<int, 5>{});
-    case 6: return take(std::integral_constant<int, 6>{});
-    case 7: return take(std::integral_constant<int, 7>{});
-    case 8: return take(std::integral_constant<int, 8>{});
-  }
+  if constexpr (Most > 1)
+    if (count < Most) return with_rows<Most - 1>(count, take);
+  take(std::integral_constant<int, Most>{});
 }
 
-// All rows in parts of at most 8, as even as can be: the first decodes in registers and leaves the
+// All rows in parts of at most kMany, as even as can be: the first decodes in registers and leaves the
 // weights in the cache for the others.
 template <int Bits, int B>
 void coded_rows(const Product& p, int64_t block) {
   const int64_t parts = (p.rows + kMany - 1) / kMany, first = p.rows / parts;
   if (parts == 1)
-    return with_rows(p.rows, [&](auto r) { coded_tile<Bits, r.value, B, false>(p, block, nullptr); });
+    return with_rows<kMany>(p.rows, [&](auto r) { coded_tile<Bits, r.value, B, false>(p, block, nullptr); });
   thread_local std::vector<Bf16> kept;
   const int64_t size = packed_block<Bf16>(p.weight.in);
   kept.resize(B * size);
-  with_rows(first, [&](auto r) { coded_tile<Bits, r.value, B, true>(p, block, kept.data()); });
+  with_rows<kMany>(first, [&](auto r) { coded_tile<Bits, r.value, B, true>(p, block, kept.data()); });
   Product decoded = p;
   // Where block 0 would lie.
   const auto begin = reinterpret_cast<uintptr_t>(kept.data()) - block * size * sizeof(Bf16);
   decoded.weight.packed = reinterpret_cast<const void*>(begin);
   for (int64_t part = 1; part < parts; ++part) {
     const int64_t row = p.rows * part / parts, end = p.rows * (part + 1) / parts;
-    with_rows(end - row, [&](auto r) { tile<Bf16, r.value, B>(decoded, row, block); });
+    with_rows<kMany>(end - row, [&](auto r) { tile<Bf16, r.value, B>(decoded, row, block); });
   }
 }
 
 template <int Bits>
 void multiply_coded_blocks(const Product& p, int64_t from, int64_t to) {
-  for (; from + 2 <= to; from += 2) coded_rows<Bits, 2>(p, from);
+  constexpr int B = kLanes == 16 ? 2 : 1;
+  for (; from + B <= to; from += B) coded_rows<Bits, B>(p, from);
   if (from < to) coded_rows<Bits, 1>(p, from);
 }
 
@@ -318,7 +413,7 @@ inline void multiply_codes(const Product& p, int64_t from, int64_t to) {
 
 #endif
 
-#else  // without the processor's conversion to bfloat16 decoding costs more than it saves
+#else
 
 inline int64_t coded_size(int64_t, int64_t, int64_t) { return 0; }
 inline bool pack_codes(const Bf16*, const uint8_t*, const uint16_t*, const uint16_t*, int64_t,
