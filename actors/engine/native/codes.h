@@ -9,6 +9,7 @@
 
 #include "products.h"
 
+// Others would take longer to decode than to read the weights.
 #if defined(__AVX512BF16__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
 #include <immintrin.h>
 #define PACELINE_CODES 1
@@ -195,9 +196,9 @@ inline Vector halves(const uint16_t* from) {
 #endif
 }
 
-// To nearest, ties to even, by a float's own rounding: x - 2^16 x cannot hold what lies below x's eighth
-// bit, and with 2^16 x added again the rest of x is left. Of additions, or of multiplications: a
-// processor that has units for each is fastest with as many of both.
+// To nearest, ties to even, by a float's own rounding, for |x| in 2^-126 .. 2^111 and 0: x - 2^16 x cannot
+// hold what lies below x's eighth bit, and with 2^16 x added again the rest of x is left. By additions or by
+// multiplications: a processor that has units for each is fastest with as many of both.
 template <bool ByMultiplying>
 inline Vector as_bfloat16(Vector x) {
   if constexpr (ByMultiplying) {
@@ -334,7 +335,7 @@ inline bool pack_codes(const Bf16* weight, const uint8_t* codes, const uint16_t*
 // to `kept` too, laid out as pack() does.
 template <int Bits, int R, int B, bool Keep>
 __attribute__((noinline)) void coded_tile(const Product& p, int64_t block, Bf16* kept) {
-  constexpr int kPairs = 16 / Bits;   // of columns, in a line
+  constexpr int kPairs = 16 / Bits;  // of columns, in a line
   constexpr int kVectors = B * kParts;
   const int64_t groups = p.weight.in / kGroup, stride = packed_block<Bf16>(p.weight.in);
   const Group<Bits>* own = static_cast<const Group<Bits>*>(p.weight.packed) + block * groups;
@@ -378,23 +379,29 @@ inline void with_rows(int64_t count, const F& take) {
   take(std::integral_constant<int, Most>{});
 }
 
-// All rows in parts of at most kMany, as even as can be: the first decodes in registers and leaves the
-// weights in the cache for the others.
+// Of more rows than one part so many decode: where vectors have 8 lanes, a Decoder and the sums of more
+// do not fit in registers.
+constexpr int kDecoding = kLanes == 16 ? kMany : 2;
+
+// All rows in parts as even as can be: the first decodes in registers and leaves the weights in the
+// cache for the others.
 template <int Bits, int B>
 void coded_rows(const Product& p, int64_t block) {
-  const int64_t parts = (p.rows + kMany - 1) / kMany, first = p.rows / parts;
-  if (parts == 1)
+  if (p.rows <= kMany)
     return with_rows<kMany>(p.rows, [&](auto r) { coded_tile<Bits, r.value, B, false>(p, block, nullptr); });
   thread_local std::vector<Bf16> kept;
   const int64_t size = packed_block<Bf16>(p.weight.in);
   kept.resize(B * size);
-  with_rows<kMany>(first, [&](auto r) { coded_tile<Bits, r.value, B, true>(p, block, kept.data()); });
+  const auto parts = [](int64_t rows) { return (rows + kMany - 1) / kMany; };
+  const int64_t first = std::min<int64_t>(kDecoding, p.rows / parts(p.rows));
+  with_rows<kDecoding>(first, [&](auto r) { coded_tile<Bits, r.value, B, true>(p, block, kept.data()); });
   Product decoded = p;
   // Where block 0 would lie.
   const auto begin = reinterpret_cast<uintptr_t>(kept.data()) - block * size * sizeof(Bf16);
   decoded.weight.packed = reinterpret_cast<const void*>(begin);
-  for (int64_t part = 1; part < parts; ++part) {
-    const int64_t row = p.rows * part / parts, end = p.rows * (part + 1) / parts;
+  const int64_t rest = p.rows - first, others = parts(rest);
+  for (int64_t part = 0; part < others; ++part) {
+    const int64_t row = first + rest * part / others, end = first + rest * (part + 1) / others;
     with_rows<kMany>(end - row, [&](auto r) { tile<Bf16, r.value, B>(decoded, row, block); });
   }
 }
