@@ -9,7 +9,7 @@
 
 #include "products.h"
 
-// Others would take longer to decode than to read the weights.
+// Where vectors have 8 lanes or more; decoding with fewer was not tried.
 #if defined(__AVX512BF16__) || (defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
 #include <immintrin.h>
 #define PACELINE_CODES 1
@@ -28,16 +28,21 @@ struct Group {
   uint32_t codes[Bits][16];
 };
 
+// Float16 numbers of a vector of outputs.
+inline Vector half(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (Vector)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+  return (Vector)_mm256_cvtph_ps(load<__m128i>(from));
+#endif
+}
+
 // Where the code of a group's output and column lies.
 struct CodePlace {
   int64_t line, word, shift;
 };
 
 #if defined(__AVX512BF16__)
-
-inline __m512 half(const uint16_t* from) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-}
 
 // A code is shifted to where, as mantissa under this exponent, it reads kBase + code.
 template <int Bits>
@@ -188,14 +193,6 @@ inline Words packed_pairs(const CodedStep::Weights& w) {
   return ((Words)w.turns[0] >> 16) | (Words)w.turns[1];
 }
 
-inline Vector halves(const uint16_t* from) {
-#if defined(__AVX512F__)
-  return (Vector)_mm512_cvtph_ps(load<__m256i>(from));
-#else
-  return (Vector)_mm256_cvtph_ps(load<__m128i>(from));
-#endif
-}
-
 // To nearest, ties to even, by a float's own rounding, for |x| in 2^-126 .. 2^111 and 0: x - 2^16 x cannot
 // hold what lies below x's eighth bit, and with 2^16 x added again the rest of x is left. By additions or by
 // multiplications: a processor that has units for each is fastest with as many of both.
@@ -219,11 +216,11 @@ struct Decoder {
   Vector scale[kCodes], min;                // scale for a code where it lies in its word
 
   void read(const Group<Bits>& group, int part) {
-    const Vector s = halves(group.scale + part * kLanes);
+    const Vector s = half(group.scale + part * kLanes);
 #pragma GCC unroll 8
     for (int v = 0; v < kCodes; ++v)
       scale[v] = v + 1 < kCodes ? s / static_cast<float>(1u << (v * Bits)) : s;
-    if constexpr (Bits == 4) min = halves(group.min + part * kLanes);
+    if constexpr (Bits == 4) min = half(group.min + part * kLanes);
     else min = s * -128.0f;
   }
 
@@ -379,12 +376,12 @@ inline void with_rows(int64_t count, const F& take) {
   take(std::integral_constant<int, Most>{});
 }
 
-// Of more rows than one part so many decode: where vectors have 8 lanes, a Decoder and the sums of more
-// do not fit in registers.
+// Of more than kMany rows at most so many decode: with vectors of 8 lanes more are slower, since sums and a
+// Decoder do not fit in registers together.
 constexpr int kDecoding = kLanes == 16 ? kMany : 2;
 
-// All rows in parts as even as can be: the first decodes in registers and leaves the weights in the
-// cache for the others.
+// All rows, in parts: the first decodes in registers and leaves the weights in the cache for the others,
+// which are as even as can be.
 template <int Bits, int B>
 void coded_rows(const Product& p, int64_t block) {
   if (p.rows <= kMany)
