@@ -96,7 +96,7 @@ HARMLESS: dict[str, tuple[str, Any]] = {
     "alternatives under a star": ("regex", "(a|a)*(a|aa)*b"),
     "a state per subset": ("regex", "(a|b)*a(a|b){60}c"),
     "a hundred thousand times": ("regex", "(x[a-f]y?){1,100000}"),
-    "twice each": ("json", doubling(40)),
+    "twice each": ("json", doubling(10)),
     "references to each other": (
         "json",
         {"$ref": "#/$defs/a", "$defs": {"a": lists("b"), "b": lists("a")}},
