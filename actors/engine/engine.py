@@ -51,6 +51,7 @@ from paceline.actors.speculation.rejection_sampler import (
     RejectionSampleOutput,
     non_finite_positions,
     rejection_sample,
+    up_to_finite,
 )
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 
@@ -301,7 +302,10 @@ class Engine:
         suffix = list(proposal.num_suffix) or [0] * len(batch)
         by_model = proposal.num_by_model
         not_finite = non_finite_positions(logits, drafted)
-        skipped = self._fail_not_finite(batch, drafted, accepted, not_finite)
+        skipped = self._fail_not_finite(batch, drafted, not_finite)
+        if not_finite:
+            sampled = up_to_finite(sampled, drafts, not_finite)
+            accepted, final = sampled.num_accepted.tolist(), sampled.final_tokens.tolist()
         self._record(batch, proposal, sampled, logits, skipped)
         emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
         logprobs = token_logprobs(logits, emitted, wanted) if wanted else None
@@ -324,21 +328,21 @@ class Engine:
         self,
         batch: list[Sequence],
         drafted: list[int],
-        accepted: list[int],
         not_finite: list[list[bool]] | None,
     ) -> set[int]:
         """Finish each request whose own logits are not finite; returns the rows that emit nothing.
 
         A draft token may be the cause, since attention multiplies a masked NaN by 0: a row that is
-        not finite from its first position on is retried without drafts.
+        not finite from its first position on is retried without drafts. One whose later positions
+        are not emits what comes before them (see up_to_finite): it may have ended there.
         """
         skipped = set()
         for i, flags in enumerate(not_finite or ()):
-            if not any(flags[: accepted[i] + 1]):
+            if not flags[0]:
                 continue
             skipped.add(i)
             batch[i].last_round = batch[i].last_suffix = (0, 0)
-            if flags[0] and drafted[i]:
+            if drafted[i]:
                 batch[i].num_speculative_tokens, batch[i].suffix_drafts = 0, False
                 continue
             logger.error("request %s fails: its logits are not finite", batch[i].request_id)
@@ -366,9 +370,10 @@ class Engine:
         return RecordBuffer(settings.replay_top_k, branches=settings.replay_branches)
 
     def _drop_records(self) -> None:
-        """Drop the records of all running requests, which are incomplete."""
+        """Drop the records of all requests that have begun, which are incomplete."""
         self._record_buffer = self._make_record_buffer()
-        for sequence in self._running.values():
+        preempted = (sequence for sequence in self._waiting if sequence.num_output)
+        for sequence in (*self._running.values(), *preempted):
             sequence.recorder = None
 
     def _append(

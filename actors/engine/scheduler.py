@@ -109,13 +109,17 @@ class Scheduler:
     def cache_prefix(self, sequence: Sequence) -> None:
         """Cache a running request's full blocks for requests with the same prefix.
 
-        Background requests are left out: they would evict what users may come back to.
+        Background requests are left out: they would evict what users may come back to. If memory
+        runs out in here, nothing is cached and no request suffers.
         """
         request = sequence.request
         if self._prefix_cache and request.store and not request.background:
             row = self.rows.row(sequence.request_id)
             tokens = sequence.tokens[: sequence.num_computed]
-            self._kv.cache_prefix(row, tokens, request.cache_salt)
+            try:
+                self._kv.cache_prefix(row, tokens, request.cache_salt)
+            except Exception:
+                logger.exception("the prefix of request %s is not cached", sequence.request_id)
 
     def free(self, request_id: str, *, zero: bool = False) -> None:
         """Remove a running request and free its row and blocks; ``zero`` overwrites them first."""

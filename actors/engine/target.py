@@ -426,14 +426,14 @@ class TargetReplica:
         shard = self._shards.get(record.topic)
         if shard is None:
             return
-        if not self._deliveries.accepts(record.topic):
-            if record.topic not in self._hanging:
-                logger.warning("the shard of %s hangs, its records are lost", record.topic)
-            self._hanging.add(record.topic)
-            self._left_out.add(record.topic)
-            return
-        self._hanging.discard(record.topic)
         try:
+            if not self._deliveries.accepts(record.topic):
+                if record.topic not in self._hanging:
+                    logger.warning("the shard of %s hangs, its records are lost", record.topic)
+                self._hanging.add(record.topic)
+                self._left_out.add(record.topic)
+                return
+            self._hanging.discard(record.topic)
             data = encode(record)
             left_out = self._left_out.take(record.topic)
             self._deliveries.sent(record.topic, shard.insert.remote(data, left_out), len(data))

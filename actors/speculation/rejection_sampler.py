@@ -224,6 +224,35 @@ class RejectionSampleOutput:
     probs: TargetProbs | None
 
 
+def up_to_finite(
+    sampled: RejectionSampleOutput,
+    drafts: Sequence[Sequence[int]],
+    not_finite: Sequence[Sequence[bool]],
+) -> RejectionSampleOutput:
+    """The round without what comes behind a position whose logits are not finite.
+
+    Its last token is the draft token at that position: the finite logits before it accepted it, as
+    they would have without drafts, and it may end the answer.
+
+    Args:
+        sampled: of B rows.
+        drafts: draft tokens by row.
+        not_finite: see :func:`non_finite_positions`. Rows of which the first position is not finite
+            have no token at all, and stay.
+    """
+    accepted, final = sampled.num_accepted.tolist(), sampled.final_tokens.tolist()
+    for i, flags in enumerate(not_finite):
+        reached = flags[: accepted[i] + 1]
+        if any(reached) and not flags[0]:
+            accepted[i] = reached.index(True) - 1
+            final[i] = drafts[i][accepted[i]]
+    return replace(
+        sampled,
+        num_accepted=sampled.num_accepted.new_tensor(accepted),
+        final_tokens=sampled.final_tokens.new_tensor(final),
+    )
+
+
 def acceptance_probability(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """min(1, p/q) elementwise, 0 where p is 0 (Leviathan et al., algorithm 1)."""
     return torch.where(

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.deploy.api.request_schemas import ChatCompletionRequest, GenerationOptions
+from paceline.deploy.api.tool_formats import lenient
 from paceline.deploy.api.tools import RequestTools
-from paceline.deploy.errors import internal, invalid_value
+from paceline.deploy.errors import ApiError, internal, invalid_value
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +28,7 @@ MAX_SOURCE_CHARS = 128 * 2**10
 _CACHED = 256  # grammars
 _TIMEOUT_S = 30.0  # if the worker's own limit, of computing time, does not end it
 _START_TIMEOUT_S = 60.0
+_EXIT_S = 1.0  # from the end of its output to the end of the process
 _WORKER = "paceline.deploy.api.grammar_worker"
 
 
@@ -67,7 +70,8 @@ def grammar_source(
         found.append((format_field, "json", {"type": "object"}))
     if response_format is not None and response_format.json_schema is not None:
         schema = response_format.json_schema.json_schema or {}
-        found.append((schema_field, "json", schema))
+        strict = response_format.json_schema.strict
+        found.append((schema_field, "json", schema if strict else lenient(schema)))
     if options.structured_outputs is not None:
         kind, source = options.structured_outputs.constraint
         found.append((f"structured_outputs.{kind}", kind, source))
@@ -109,7 +113,8 @@ class Grammars:
         """Return the engine's grammar.
 
         Raises:
-            ApiError: 400 with the reason if it is invalid or too complex.
+            ApiError: 400 with the reason if it is invalid or too complex; 500 if the process is
+                killed or stands still.
         """
         result = self._known(source.line)
         if result is None:
@@ -141,8 +146,11 @@ class Grammars:
         worker = self._worker or self._start()
         result = self._ask(worker, line, _TIMEOUT_S)
         if result is None:
-            logger.warning("a grammar took too much time or memory")
+            ended_itself = _ended_itself(worker)
             self._stop()
+            if not ended_itself:
+                raise _not_now()
+            logger.warning("a grammar took too much time or memory")
             result = {"error": "it takes too much time or memory"}
         with self._lock:
             self._results[line] = result
@@ -163,7 +171,7 @@ class Grammars:
         line = json.dumps(given | {"tokenizer": self._read_tokenizer()})
         if self._ask(self._worker, line, _START_TIMEOUT_S) is None:
             self._stop()
-            raise internal("Grammars cannot be compiled just now.")
+            raise _not_now()
         return self._worker
 
     def _stop(self) -> None:
@@ -189,3 +197,19 @@ class Grammars:
             return None
         result: dict[str, str] | None = json.loads(answer) if answer.endswith("\n") else None
         return result
+
+
+def _ended_itself(worker: subprocess.Popen[str]) -> bool:
+    """Whether a worker without an answer met a limit or crashed.
+
+    A grammar is not to blame for one that was killed, by the system if memory ran out, or that
+    stands still.
+    """
+    try:
+        return worker.wait(_EXIT_S) != -signal.SIGKILL
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def _not_now() -> ApiError:
+    return internal("Grammars cannot be compiled just now.")

@@ -204,6 +204,7 @@ class Ingress:
             self._current_shards,
             self._drain_state,
             self._purge_replicas,
+            admitted=lambda: self._limiter.running,
             scorer=actors.scorer,
             enabled=settings.operations,
             keyed=keyed,

@@ -93,6 +93,7 @@ class Operations:
         drain_state: of this replica.
         purge_replicas: removes an answer (None: all) of a topic (None: all) from the target
             replicas, and returns once what they handed over before has arrived.
+        admitted: number of sequences that this replica has admitted and that have not ended.
         scorer: actor handle; keeps a sample of the records. None if there is none.
         enabled: False refuses every call.
         keyed: whether the server has API keys.
@@ -106,6 +107,7 @@ class Operations:
         drain_state: DrainState,
         purge_replicas: Callable[[str | None, str | None], Awaitable[int]],
         *,
+        admitted: Callable[[], int],
         scorer: ScorerHandle | None = None,
         enabled: bool,
         keyed: bool,
@@ -115,6 +117,7 @@ class Operations:
         self._shards = shards
         self._scorer = scorer
         self._purge_replicas = purge_replicas
+        self._admitted = admitted
         self._drain_state = drain_state
         self._enabled = enabled
         self._keyed = keyed
@@ -173,7 +176,8 @@ class Operations:
         state = {
             "draining": status.draining,
             "running": status.running,
-            "waiting": status.waiting,
+            # Some are at no replica: they wait for a grammar, or for another after one died.
+            "waiting": max(status.waiting, self._admitted() - status.running),
         }
         logger.warning("draining: %s", state)
         return JSONResponse(state)

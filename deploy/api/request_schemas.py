@@ -123,7 +123,11 @@ class StructuredOutputs(RequestModel):
 
 
 class JsonSchema(RequestModel):
-    """OpenAI's named JSON schema; answers follow it whether ``strict`` is true or not."""
+    """OpenAI's named JSON schema.
+
+    Answers follow it whether ``strict`` is true or not; if not, without the keywords that cannot be
+    compiled.
+    """
 
     name: str | None = None
     description: str | None = None

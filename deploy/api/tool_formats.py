@@ -120,4 +120,14 @@ def calls_grammar(
 
 
 def _json_rule(schema: Any) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": JSON_LAYOUT})
+    asked = schema.get("x-guidance")
+    options = (asked if isinstance(asked, dict) else {}) | JSON_LAYOUT
+    return "%json " + json.dumps({**schema, "x-guidance": options})
+
+
+def lenient(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, of which llguidance leaves out the keywords and formats that it does not know.
+
+    So is a schema meant that is not ``strict``; of a strict one they are an error.
+    """
+    return {**schema, "x-guidance": {"lenient": True}}

@@ -14,7 +14,7 @@ from paceline.deploy.api.request_schemas import (
     Tool,
 )
 from paceline.deploy.api.tool_calls import ToolSyntax
-from paceline.deploy.api.tool_formats import PROBE, ToolFormat, shown_format
+from paceline.deploy.api.tool_formats import PROBE, ToolFormat, lenient, shown_format
 from paceline.deploy.errors import ApiError
 
 if TYPE_CHECKING:
@@ -146,7 +146,8 @@ class RequestTools:
 def _argument_schema(function: FunctionDefinition) -> dict[str, Any]:
     if function.parameters is None:
         return _NO_PARAMETERS
-    return {"type": "object"} | function.parameters
+    schema = {"type": "object"} | function.parameters
+    return schema if function.strict else lenient(schema)
 
 
 def request_tools(options: ChatCompletionRequest, template: TemplateTools) -> RequestTools:

@@ -33,7 +33,7 @@ _POLL_S, _TOPIC_POLL_S = 1.0, 0.5
 _QUIET_POLLS = 4
 _ATTEMPTS = 3
 _ROLLOUT_S = 30.0
-_ADD_TOPIC_S = 180.0
+_SEVERAL_PARTS_S = 180.0  # what asks several parts, one after the other
 
 
 def server_url(config: PacelineConfig) -> str:
@@ -167,7 +167,8 @@ def purge(url: str, topic: str | None, request_id: str | None, echo: Echo) -> bo
         CallError: the server does not answer, or refuses.
     """
     order = {"topic": topic, "request_id": request_id}
-    removed = call(url, "POST", "/v1/paceline/replay/purge", order)["removed"]
+    answer = call(url, "POST", "/v1/paceline/replay/purge", order, _SEVERAL_PARTS_S)
+    removed = answer["removed"]
     for name, count in removed.items():
         echo(f"{name}: {'does not answer, try again' if count is None else f'{count} removed'}")
     return None not in removed.values()
@@ -238,7 +239,7 @@ def add_topic(
     """
     body = {"name": name, "examples": list(examples)}
     try:
-        answer = call(url, "POST", _TOPICS, body, _ADD_TOPIC_S)
+        answer = call(url, "POST", _TOPICS, body, _SEVERAL_PARTS_S)
     except NoAnswerError as error:
         raise NoAnswerError(
             f"{error}; `paceline topics` shows whether the topic was added"
@@ -273,7 +274,7 @@ def read_examples(path: Path) -> list[str]:
         ConfigError: names the file and the wrong line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON has other breaks too
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a UTF-8 text"
         raise ConfigError(f"examples {path}: {reason}") from error

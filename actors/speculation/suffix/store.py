@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.actors.replay.purges import Purges
 from paceline.actors.replay.record import belongs
 from paceline.actors.speculation.suffix.index import SEPARATOR, SuffixIndex
 
@@ -68,10 +69,11 @@ class SuffixStore:
 
         Args:
             retention_s: age at which an answer is removed.
-            clock: seconds.
+            clock: unix seconds.
         """
         self._retention_s = retention_s
         self._clock = clock
+        self._purges = Purges(clock)
         self._texts: dict[tuple[str, str], _Texts] = {}  # the latest addition last
         self.lock = threading.RLock()
 
@@ -87,10 +89,15 @@ class SuffixStore:
         return None if texts is None else texts.index
 
     def add(self, topic: str, salt: str, request_id: str, tokens: Sequence[int]) -> None:
-        """Add an answer, with the tokens before it that a match may begin with."""
+        """Add an answer, with the tokens before it that a match may begin with.
+
+        Not one that was purged by its id while it was generated.
+        """
         with self.lock:
             now = self._clock()
             self._expire(now)
+            if self._purges.cover(request_id, topic, now):
+                return
             key = topic, salt
             texts = self._texts.pop(key, None)
             if texts is None or texts.index.end > _MAX_POSITION:
@@ -115,6 +122,8 @@ class SuffixStore:
             topic: name.
         """
         with self.lock:
+            if request_id is not None:
+                self._purges.add(request_id, topic)
             return self._remove(
                 lambda own, answer: topic in (None, own) and belongs(answer.request_id, request_id)
             )

@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from engines import make_engine, request
 
 from paceline.actors.engine.engine_loop import EngineLoop
+from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.request import GenerationChunk, GenerationRequest
 from paceline.actors.engine.sequence import Sequence
 
@@ -135,6 +137,21 @@ def test_those_that_wait_have_no_part_in_a_fault(
     answers = [send(loop, request(f"r{i}", [5])) for i in range(5)]
     all_there.set()
     assert [reason(a) for a in answers] == ["fault"] * 4 + ["refused"]
+
+
+def test_a_prefix_that_cannot_be_cached_costs_no_request(
+    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(KVCache, "cache_prefix", failing)
+    left = send(loop, request("left", [5], ignore_eos=True, max_tokens=80))
+    left.get(timeout=WAIT_S)
+    loop.abort("left")
+    assert reason(send(loop, request("next", [5], ignore_eos=True))) == "length"
+    assert loop.healthy
+    assert loop.load() == (0, 0)
 
 
 def test_a_failing_client_ends_its_own_request_alone(loop: EngineLoop) -> None:

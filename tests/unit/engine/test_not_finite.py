@@ -175,6 +175,26 @@ def test_a_drafted_token_that_breaks_the_target_changes_no_answer(
     assert found[-1].chunk.finish_reason == "length"
 
 
+@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_an_answer_may_end_with_a_token_that_the_target_cannot_read(
+    at: int, temperature: float
+) -> None:
+    """A perfect draft proposes the last token, and more behind it."""
+    same = llama(torch.float32, poisoned=False)
+    fields = {"temperature": temperature, "seed": 3, "max_tokens": 24, "ignore_eos": True}
+    free = request("r", (1, *CLEAN), draft="off", **fields)
+    answer = tokens_of(run(engine(same, drafts={"a": same}), [free])["r"])
+    assert answer[at] not in (1, *CLEAN, *answer[:at])
+    target = llama(torch.float32, poisoned=False)
+    target.model.embed_tokens.weight.data[answer[at]] = torch.inf
+    for draft in ("off", "a"):
+        asked = request("r", (1, *CLEAN), draft=draft, stop_token_ids=(answer[at],), **fields)
+        outputs = run(engine(target, drafts={"a": same}), [asked])["r"]
+        assert tokens_of(outputs) == answer[: at + 1]
+        assert outputs[-1].chunk.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_prompt_that_breaks_a_draft_changes_no_answer_and_no_other_draft(
     dtype: torch.dtype,

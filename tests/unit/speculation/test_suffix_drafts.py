@@ -297,10 +297,22 @@ def test_a_purge_reaches_the_recorded_answers(purge: Callable[[SuffixStore], int
     engine = suffix_engine(arm, eos=-1)
     run(engine, [request("r0", PROMPT, max_tokens=14)])
     assert arm.store is not None
-    assert arm.store.remove("r1", "sql") == arm.store.remove("r0", "math") == 0
+    assert arm.store.remove("none", "sql") == arm.store.remove("r0", "math") == 0
     assert purge(arm.store) == 1
     assert not known(run(engine, [request("r1", PROMPT, max_tokens=14)])["r1"])
     assert known(run(engine, [request("r2", PROMPT, max_tokens=14)])["r2"])
+
+
+@pytest.mark.parametrize("topic", [None, "sql", "math"])
+def test_a_purge_reaches_an_answer_that_is_not_there_yet(topic: str | None) -> None:
+    arm = shared_arm()
+    engine = suffix_engine(arm, eos=-1)
+    engine.add(request("r0", PROMPT, max_tokens=14))
+    engine.step()
+    assert arm.store is not None
+    assert arm.store.remove("r0", topic) == 0
+    run(engine)
+    assert known(run(engine, [request("r1", PROMPT, max_tokens=14)])["r1"]) == (topic == "math")
 
 
 def test_retention_reaches_the_recorded_answers() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -144,6 +147,43 @@ def test_no_grammar_is_to_blame_for_a_worker_that_was_killed(grammars: Grammars)
     grammars._worker.kill()
     grammars._worker.wait()
     assert compile_(grammars, "choice", ["killed before this one"])
+
+
+def test_no_grammar_is_to_blame_for_a_worker_that_is_killed_at_it(grammars: Grammars) -> None:
+    compile_(grammars, "choice", ["x"])
+    worker = grammars._worker
+    assert worker is not None
+    os.kill(worker.pid, signal.SIGSTOP)
+    timer = threading.Timer(0.3, worker.kill)
+    timer.start()
+    with pytest.raises(ApiError) as raised:
+        compile_(grammars, "choice", ["killed at this one"])
+    timer.join()
+    assert raised.value.status == 500
+    assert compile_(grammars, "choice", ["killed at this one"])
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_only_a_strict_schema_is_refused_for_keywords_that_are_not_known(
+    grammars: Grammars, strict: bool | None
+) -> None:
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"tags": tags, "key": {"format": "password"}}}
+    asked = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "s", "schema": schema, "strict": strict},
+        },
+    }
+    source = grammar_source(ChatCompletionRequest.model_validate(asked))
+    assert source is not None
+    if not strict:
+        assert asyncio.run(grammars.compile(source))
+        return
+    with pytest.raises(ApiError, match="uniqueItems"):
+        asyncio.run(grammars.compile(source))
 
 
 @pytest.mark.parametrize("name", HARMLESS)

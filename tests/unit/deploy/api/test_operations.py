@@ -66,6 +66,7 @@ class World:
         self.purged: list[tuple[str | None, str | None]] = []
         self.handed_over: list[str] = []  # by target replicas, before they answer a purge
         self.replicas_dead = False
+        self.admitted = 0
         self.behind: dict[str, dict[str, int]] = {}  # of a replica, the versions that it has
         settings = ReplaySettings(held_out_fraction=0.0)
         self.shards = {
@@ -84,6 +85,7 @@ class World:
             self.shards_now,
             self.drain,
             self.purge_replicas,
+            admitted=lambda: self.admitted,
             enabled=enabled,
             keyed=keyed,
         )
@@ -257,6 +259,9 @@ def test_draining_is_known_to_all_and_ends(world: World) -> None:
             view.check()
         assert (refused.value.status, refused.value.headers()) == (503, {"Retry-After": "5"})
     world.scheduler.report_load("r", 0, 0)
+    world.admitted = 3  # their replica has died, or they wait for a grammar
+    assert world.post("drain", {}).json() == {"draining": True, "running": 0, "waiting": 3}
+    world.admitted = 0
     assert not world.scheduler.may_train()
     world.handles["scheduler"].dead = True
     asyncio.run(other.refresh())
@@ -323,7 +328,7 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
 def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """The commands' calls go to that world, whose target has two replicas."""
 
-    def call(_: str, method: str, path: str, body: Any = None) -> Any:
+    def call(_: str, method: str, path: str, body: Any = None, *_options: Any) -> Any:
         if (method, path) == ("GET", "/v1/paceline/status"):
             poll = world.registry.wait_for_changes
             present = asyncio.run(poll({}, None, 0.0)).weights

@@ -295,6 +295,19 @@ def test_with_auto_calls_of_strict_functions_follow_their_schemas(
     assert without_ids(message) == without_ids(choices(called)[0]["message"])
 
 
+def test_only_strict_functions_are_refused_for_keywords_that_are_not_known(hermes: Server) -> None:
+    schema = SCHEMA | {"properties": SCHEMA["properties"] | {"tags": {"uniqueItems": True}}}
+    for strict in (None, False, True):
+        function = WEATHER | {"parameters": schema, "strict": strict}
+        tools = [{"type": "function", "function": function}]
+        (answer,) = hermes.post({"tools": tools, "tool_choice": "required"})
+        if strict:
+            assert answer.status_code == 400
+            assert "uniqueItems" in answer.json()["error"]["message"]
+        else:
+            assert choices(answer)[0]["finish_reason"] in ("tool_calls", "length")
+
+
 def test_with_auto_a_bad_call_and_a_plain_text_are_content(hermes: Server) -> None:
     for text in (CALL.replace("{", "[", 1), CALL.replace('"C"', ""), "Mild.\n"):
         ((choice,),) = map(choices, hermes.post({}, target=Script(hermes.target, text)))

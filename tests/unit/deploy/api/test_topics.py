@@ -412,6 +412,7 @@ def test_added_topics_are_those_of_the_state_folder(tmp_path: Path) -> None:
     [
         ("a.txt", "one\n\n  two \n{three}\n", ["one", "two", "{three}"]),
         ("a.jsonl", '{"prompt": "one"}\n\n{"prompt": "two\\nlines", "topic": "x"}\n', None),
+        ("a.jsonl", '{"prompt": "a\u2028b"}\r\n', ["a\u2028b"]),
     ],
 )
 def test_examples_are_read_from_lines_or_json_lines(

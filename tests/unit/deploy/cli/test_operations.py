@@ -25,7 +25,7 @@ class Server:
         self.requests: list[tuple[str, str, Any]] = []
         self._answers = {"status": LIVE} | answers
 
-    def __call__(self, url: str, method: str, path: str, body: Any = None, **_: Any) -> Any:
+    def __call__(self, url: str, method: str, path: str, body: Any = None, *_: Any) -> Any:
         assert url == URL
         self.requests.append((method, path, body))
         answer = self._answers[path.rsplit("/", 1)[-1]]
