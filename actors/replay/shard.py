@@ -91,9 +91,9 @@ class Journal:
         with open(self._partial, "wb", opener=_open_private) as file:
             for data in records:
                 file.write(_HEADER.pack(len(data)) + data)
-        self._file.close()
         self._partial.replace(self._path)
-        self._file = self._open()
+        old, self._file = self._file, self._open()
+        old.close()
 
 
 class ReplayShard:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.actors.backoff import Backoff
@@ -51,6 +51,11 @@ class LiveStats:
             if own and drift.update(own.requests, own.rounds, own.accepted):
                 began.append(topic)
         return began
+
+    def published(self, topic: str, version: int) -> None:
+        """A version is on trial since: what was fetched before must not make it rolled back."""
+        own = replace(self._status(topic), candidate=version, canary_requests=0, restored_from=None)
+        self._live = {**self._live, topic: own}
 
     def drifting(self, topic: str) -> bool:
         """Whether a topic drifts."""

@@ -290,8 +290,8 @@ class TrainingLoop:
         current = candidate.version in (stable, self._live.candidate(topic))
         if not current or (stale and candidate.steps):
             withdrawn, rate_share = candidate.version > stable and not stale, candidate.rate_share
-            state.rolled_back += withdrawn
             self._load_stable(candidate)
+            state.rolled_back += withdrawn  # once, however often the weights could not be had
             if withdrawn:
                 candidate.scale_rate(decreased(rate_share))
             if self._live.drifting(topic):
@@ -399,6 +399,7 @@ class TrainingLoop:
             self._count_rejection(candidate)
             return
         topic, candidate.acceptance = candidate.topic, decision.candidate
+        self._live.published(topic, version)
         self._update(rounds=self.progress.rounds + 1, published=self.progress.published + 1)
         logger.info("%s: published version %d %s", topic, version, facts)
         # a promotion during the round is known to the live statistics first

@@ -264,8 +264,9 @@ class WeightRegistry:
         if flat is None:
             raise ValueError(f"{topic}: the weights of version {wanted} are not there")
         entry["restored_from"] = wanted
-        self._monitor.reset(topic)
-        return self._store.publish(topic, flat, entry, trial=False)
+        restored = self._store.publish(topic, flat, entry, trial=False)
+        self._monitor.reset(topic)  # not before: a trial must go on if the disk is full
+        return restored
 
     def add_topic(
         self,

@@ -10,7 +10,9 @@ from replay_samples import make_record
 
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.training.topic_stats import TopicStats, requests
+from paceline.actors.training.drift import DriftSettings
+from paceline.actors.training.topic_stats import LiveStats, TopicStats, requests
+from paceline.actors.weights.versions import TopicStatus
 
 
 @pytest.mark.parametrize("left_out", [0, 5])
@@ -43,3 +45,13 @@ def test_a_silent_shard_has_not_started_again() -> None:
     assert new_records("sql", "general") == 4
     every["sql"] = ReplayShard("sql", clock=lambda: 0.0).stats()  # this one has
     assert new_records("sql", "sql") == 0
+
+
+def test_a_version_that_was_just_published_is_not_taken_for_a_rolled_back_one() -> None:
+    live = LiveStats(["sql"], DriftSettings())
+    live.update({"sql": TopicStatus()})
+    live.published("sql", 1)
+    assert not live.rolled_back("sql", 1)
+    assert not live.undecided("sql")
+    live.update({"sql": TopicStatus()})
+    assert live.rolled_back("sql", 1)
