@@ -297,7 +297,6 @@ class Engine:
         wanted: list[int | None] | None,
     ) -> list[StepOutput]:
         drafts, drafted = proposal.token_ids.tolist(), proposal.num_drafted.tolist()
-        accepted, final = sampled.num_accepted.tolist(), sampled.final_tokens.tolist()
         forced = list(proposal.num_forced) or [0] * len(batch)
         suffix = list(proposal.num_suffix) or [0] * len(batch)
         by_model = proposal.num_by_model
@@ -305,7 +304,7 @@ class Engine:
         skipped = self._fail_not_finite(batch, drafted, not_finite)
         if not_finite:
             sampled = up_to_finite(sampled, drafts, not_finite)
-            accepted, final = sampled.num_accepted.tolist(), sampled.final_tokens.tolist()
+        accepted, final = sampled.num_accepted.tolist(), sampled.final_tokens.tolist()
         self._record(batch, proposal, sampled, logits, skipped)
         emitted = [[*drafts[i][: accepted[i]], final[i]] for i in range(len(batch))]
         logprobs = token_logprobs(logits, emitted, wanted) if wanted else None

@@ -231,8 +231,8 @@ def up_to_finite(
 ) -> RejectionSampleOutput:
     """The round without what comes behind a position whose logits are not finite.
 
-    Its last token is the draft token at that position: the finite logits before it accepted it, as
-    they would have without drafts, and it may end the answer.
+    Its last token is the draft token that was read at that position. The finite logits before it
+    accepted that token, and plain decoding would have emitted it too; it may end the answer.
 
     Args:
         sampled: of B rows.
