@@ -69,8 +69,6 @@ class Candidate:
 
     Attributes:
         version: weight_version that training continues.
-        rejections: rejected rounds in a row.
-        fruitless: last rejected rounds in a row whose gain had a low upper bound.
         acceptance: expected acceptance of the served draft, None if unknown.
         tests: gains over the served draft, of the trained weights and half way to them, on each of
             the last records that came new, before the candidate trained on it; since it last
@@ -89,7 +87,6 @@ class Candidate:
         """
         self.topic = topic
         self.version = 0
-        self.rejections = self.fruitless = 0
         self.acceptance: float | None = None
         self._settings = settings
         path = settings.draft_paths[topic]
@@ -192,7 +189,6 @@ class Candidate:
         self._distiller.reset(served)
         self._served = served
         self.version = version
-        self.rejections = self.fruitless = 0
         self._initial_records, self._ahead = None, False
         self._forget_tests()
         self._newest = None  # what these weights were trained on is not known
@@ -209,7 +205,7 @@ class Candidate:
         except ValueError as error:
             logger.warning("%s: %s, the optimizer starts fresh", self.topic, error)
 
-    def begin_round(self, records: int) -> None:
+    def begin_round(self, records: int, *, rejected: bool) -> bool:
         """Restart the candidate if the topic has outgrown the records that it started with.
 
         One that is ahead of the served draft, though not yet shown to be, goes on: with few
@@ -217,16 +213,21 @@ class Candidate:
 
         Args:
             records: training records of the topic.
+            rejected: whether its last round was.
+
+        Returns:
+            Whether it was restarted.
         """
         if self.steps == 0 or self._initial_records is None:
             self._initial_records = records
-        elif self.rejections and not self._ahead and outgrown(self._initial_records, records):
+        elif rejected and not self._ahead and outgrown(self._initial_records, records):
             logger.info("%s: starts over, with %d records", self.topic, records)
             self.scale_rate(increased(self.rate_share))
             self._distiller.reset(self._served)
             self._forget_tests()
             self._initial_records = records
-            self.fruitless = 0  # of the dropped weights; the gate's looks go on
+            return True
+        return False
 
     def rebase(self, flat: FlatWeights) -> None:
         """Start training from another draft's weights; the served ones stay.
@@ -392,7 +393,6 @@ class Candidate:
         """
         self._served = state
         self.version = version
-        self.rejections = self.fruitless = 0
         self.scale_rate(increased(self.rate_share))
         self._initial_records, self._ahead = None, False
         self._forget_tests()

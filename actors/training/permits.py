@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from paceline.actors.handles import RemoteMethod
+from paceline.actors.training.round_counts import RoundCounts
 
 IDLE_WAIT_S = 2.0  # that a trainer waits for idle serving before it asks again
 
@@ -49,19 +50,15 @@ class TopicProgress:
 
     Attributes:
         inserted: the topic's records at the beginning of the last round that moved weights.
-        rejections: rounds in a row without a gain.
-        fruitless: rounds in a row, up to the last, whose gain had no prospect.
+        counts: of its rounds.
         acceptance: expected acceptance of the served draft, None if it is not known.
         rate_share: share of the learning rate that its steps have.
-        rolled_back: candidates of the stable version that were rolled back, in a row.
     """
 
     inserted: int = 0
-    rejections: int = 0
-    fruitless: int = 0
+    counts: RoundCounts = field(default_factory=RoundCounts)
     acceptance: float | None = None
     rate_share: float = 1.0
-    rolled_back: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from paceline.actors.backoff import Backoff
@@ -12,6 +12,7 @@ from paceline.actors.replay.buffer import ShardStats
 from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.drift import Drift, DriftSettings, DriftStatus
 from paceline.actors.training.permits import TopicProgress
+from paceline.actors.training.round_counts import RoundCounts
 from paceline.actors.training.topic_schedule import ScheduleSettings, TopicView, TrafficMeter
 from paceline.actors.weights.versions import TopicStatus
 
@@ -108,8 +109,7 @@ class TopicState:
     Attributes:
         inserted: records of the topic at the beginning of the last round that moved weights.
         ended_at: end of the round, monotonic seconds.
-        stable: stable weight_version.
-        rolled_back: candidates of that version that were rolled back, in a row.
+        counts: of the topic's rounds.
         backoff: after rounds that could not train the topic, seconds.
         resting_until: end of the back-off, monotonic seconds.
     """
@@ -117,8 +117,7 @@ class TopicState:
     ended_at: float
     backoff: Backoff
     inserted: int = 0
-    stable: int = 0
-    rolled_back: int = 0
+    counts: RoundCounts = field(default_factory=RoundCounts)
     resting_until: float = -math.inf
 
     def back_off(self, now: float) -> None:
@@ -172,19 +171,17 @@ class TopicStats:
         """This trainer's progress on a topic."""
         state = self._states[topic]
         if candidate is None:
-            return TopicProgress(state.inserted)
+            return TopicProgress(state.inserted, state.counts)
         acceptance = None if candidate.acceptance is None else float(candidate.acceptance)
-        # A rollback that was not followed yet is one more, and all that counts from then on.
-        withdrawn = self.live.rolled_back(candidate.topic, candidate.version)
-        rolled_back = state.rolled_back + withdrawn
-        return TopicProgress(
-            inserted=state.inserted,
-            rejections=rolled_back if withdrawn else candidate.rejections,
-            fruitless=rolled_back if withdrawn else candidate.fruitless,
-            acceptance=acceptance,
-            rate_share=candidate.rate_share,
-            rolled_back=rolled_back,
-        )
+        counts = state.counts
+        if self.live.rolled_back(topic, candidate.version):  # the next round follows
+            counts = counts.withdrawn()
+        return TopicProgress(state.inserted, counts, acceptance, candidate.rate_share)
+
+    def counts(self, topic: str) -> RoundCounts:
+        """Counts of a topic's rounds, as the trainer that had the last one left them."""
+        others = self._others.get(topic)
+        return self._states[topic].counts if others is None else others.counts
 
     def inserted(self, topic: str, stats: StatsByTopic) -> int:
         """Records inserted into a topic's shard since it started, into all of them for ``general``.
@@ -221,8 +218,8 @@ class TopicStats:
             new_records=records - progress.inserted if records >= progress.inserted else records,
             traffic=self._traffic.level(topic),
             acceptance=progress.acceptance,
-            rejections=progress.rejections,
-            fruitless=progress.fruitless,
+            rejections=progress.counts.rejections,
+            fruitless=progress.counts.fruitless,
             waited_s=now - state.ended_at,
             resting=on_trial or now < state.resting_until,
             undecided=self.live.undecided(topic),

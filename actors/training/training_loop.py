@@ -133,7 +133,8 @@ class TrainingLoop:
             self._update(state="waiting for the registry", topic=None)
             return False
         state = self._topics.state(topic)
-        seen, fruitless = self._topics.inserted(topic, stats), self._fruitless(topic)
+        seen = self._topics.inserted(topic, stats)
+        fruitless = self._topics.counts(topic).fruitless
         if topic not in stats and topic != GENERAL:  # slow or dead: the next round shows which
             self._update(state="waiting for its shard")
             return False
@@ -212,7 +213,10 @@ class TrainingLoop:
         candidate = self.candidate(topic)
         self._follow_registry(candidate, versions.get(topic, 0), stale=assignment.stale)
         if topic != GENERAL or stats.keys() >= self._settings.draft_paths.keys():
-            candidate.begin_round(to_learn_from(stats, topic))
+            state = self._topics.state(topic)
+            rejected = state.counts.rejections > 0
+            if candidate.begin_round(to_learn_from(stats, topic), rejected=rejected):
+                state.counts = state.counts.outgrown()
         self._base_on_general(candidate, versions.get(GENERAL, 0))
         self._update(state="training", topic=topic, steps=candidate.steps)
         self._steps.watch({t: shard for t, shard in stats.items() if topic in (t, GENERAL)})
@@ -285,24 +289,21 @@ class TrainingLoop:
             stale: whether another trainer has trained the topic since.
         """
         topic, state = candidate.topic, self._topics.state(candidate.topic)
-        if stable > state.stable:
-            state.stable, state.rolled_back = stable, 0
+        counts = state.counts.beside(stable)
         current = candidate.version in (stable, self._live.candidate(topic))
         if not current or (stale and candidate.steps):
             withdrawn, rate_share = candidate.version > stable and not stale, candidate.rate_share
             self._load_stable(candidate)
-            state.rolled_back += withdrawn  # once, however often the weights could not be had
+            counts = counts.withdrawn() if withdrawn else counts.restarted()
             if withdrawn:
                 candidate.scale_rate(decreased(rate_share))
             if self._live.drifting(topic):
                 candidate.refresh_rate()
-            # What passes the gate and fails with live requests must not be tried for ever.
-            candidate.rejections = candidate.fruitless = state.rolled_back
         if (others := self._topics.others_progress(topic)) is not None:
-            candidate.rejections, candidate.fruitless = others.rejections, others.fruitless
-            state.rolled_back, state.inserted = others.rolled_back, others.inserted
+            counts, state.inserted = others.counts.beside(stable), others.inserted
             candidate.acceptance = others.acceptance
             candidate.scale_rate(others.rate_share)
+        state.counts = counts  # not before: weights that cannot be had are followed again
 
     def _load_stable(self, candidate: Candidate) -> None:
         topic = candidate.topic
@@ -368,7 +369,7 @@ class TrainingLoop:
             held_out, self._steps.wait_for_permit
         )
         self._client.release_permit()
-        looks = candidate.rejections + 1
+        looks = self._topics.state(candidate.topic).counts.rejections + 1
         decision = decide(scores, served, self._settings.gate, earlier=tests, looks=looks)
         facts: Decision = {
             **decision.facts(),
@@ -395,15 +396,16 @@ class TrainingLoop:
             return
         except ValueError:
             candidate.reset()
-            candidate.fruitless += 1
-            self._count_rejection(candidate)
+            self._count_rejection(candidate.topic, hopeless=True)
             return
         topic, candidate.acceptance = candidate.topic, decision.candidate
+        topic_state = self._topics.state(topic)
+        topic_state.counts = topic_state.counts.published()
         self._live.published(topic, version)
         self._update(rounds=self.progress.rounds + 1, published=self.progress.published + 1)
         logger.info("%s: published version %d %s", topic, version, facts)
         # a promotion during the round is known to the live statistics first
-        stable = max(self._live.stable(topic), self._topics.state(topic).stable)
+        stable = max(self._live.stable(topic), topic_state.counts.stable)
         wait = self._steps.wait_for_permit
         candidate.mark_published(version, state, held_out, scores, wait, stable=stable)
         self._client.release_permit()
@@ -416,31 +418,22 @@ class TrainingLoop:
         if reset:
             candidate.reset()
         upper_bound = facts.get("gain_upper_bound")  # None if scores are not finite
-        if upper_bound is None or upper_bound < self._settings.schedule.least_hope:
-            candidate.fruitless += 1
-        else:  # those in a row count, but rollbacks stay counted
-            rolled_back = self._topics.state(candidate.topic).rolled_back
-            candidate.fruitless = min(candidate.fruitless, rolled_back)
-        self._count_rejection(candidate)
+        hopeless = upper_bound is None or upper_bound < self._settings.schedule.least_hope
+        self._count_rejection(candidate.topic, hopeless=hopeless)
         logger.info("%s: rejected %s", candidate.topic, facts)
         self._client.reject(candidate.topic, facts)
 
-    def _fruitless(self, topic: str) -> int:
-        """Fruitless rounds in a row, as the trainer that had the last one counts them."""
-        others, candidate = self._topics.others_progress(topic), self._candidates.get(topic)
-        if others is not None:
-            return others.fruitless
-        return 0 if candidate is None else candidate.fruitless
-
     def _note_plateau(self, topic: str, before: int) -> None:
         """Note that a topic has reached a plateau; ``before`` are fruitless rounds before this."""
-        now, enough = self.candidate(topic).fruitless, self._settings.schedule.max_rejections
+        now = self._topics.state(topic).counts.fruitless
+        enough = self._settings.schedule.max_rejections
         if before < enough <= now:
             why = f"{now} rounds in a row without an expected gain: training pauses"
             self._client.note(topic, {"outcome": "plateau", "reason": why})
 
-    def _count_rejection(self, candidate: Candidate) -> None:
-        candidate.rejections += 1
+    def _count_rejection(self, topic: str, *, hopeless: bool) -> None:
+        state = self._topics.state(topic)
+        state.counts = state.counts.rejected(hopeless=hopeless)
         self._update(rounds=self.progress.rounds + 1, rejected=self.progress.rejected + 1)
 
     def _update(self, **changes: Any) -> None:

@@ -11,6 +11,7 @@ from paceline.actors.training.permits import (
     TopicProgress,
     TrainerIdentity,
 )
+from paceline.actors.training.round_counts import RoundCounts
 from paceline.cluster.scheduler.idle import IdleDetector
 from paceline.cluster.scheduler.leases import (
     Action,
@@ -70,7 +71,7 @@ def test_a_lease_is_granted_renewed_and_given_back() -> None:
     assert policy.acquire_permit("t", "life", 0.1) is GRANTED
     assert policy.leases() == [lease]
     assert (lease.granted_at, lease.renewed_at, policy.stats.grants) == (0.0, 0.1, 1)
-    progress = TopicProgress(rejections=1)
+    progress = TopicProgress(counts=RoundCounts(rejections=1))
     policy.release_topic("t", "life", progress, 0.2)
     assert (policy.leases(), policy.assignments()) == ([], {})
     assert request(policy, "t", {"sql": 1.0}, 0.3) == Assignment("sql", stale=False)

@@ -17,6 +17,7 @@ from paceline.actors.training.batches import make_batch
 from paceline.actors.training.candidate import Candidate
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.permits import Assignment
+from paceline.actors.training.round_counts import RoundCounts
 from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.weights.flat_weights import flatten, unflatten
 
@@ -175,7 +176,8 @@ def test_an_expert_s_first_adapters_lie_on_what_general_is_served_as(
     assert all(torch.equal(base[name], weight) for name, weight in kept.items())
     # but one that starts over, never published, begins with what general is served as by then
     again = loop.candidate("sql")
-    again.rejections, again._initial_records, again.version = 1, 1, 0
+    again._initial_records, again.version = 1, 0
+    loop._topics.state("sql").counts = RoundCounts(rejections=1)
     again._ahead = False
     loop._round(
         "sql", Assignment("sql"), client.registry.stable_versions() | {"sql": 0}, client.stats()

@@ -155,7 +155,7 @@ def test_rounds_in_vain_count_over_all_trainers(draft: Path, tmp_path: Path) -> 
     assert not two_.run_round()  # there is nothing new since the other's round
     host.shards["sql"].insert(encode(training_record(1_000)))
     assert two_.run_round()
-    assert two_.candidate("sql").rejections == 2
+    assert two_._topics.state("sql").counts.rejections == 2
     host.shards["sql"].insert(encode(training_record(1_001)))
     assert not one.run_round()
     assert not two_.run_round()

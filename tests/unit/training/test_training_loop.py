@@ -25,6 +25,7 @@ from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.permits import Assignment, TopicProgress
 from paceline.actors.training.progress import LeaseRevoked, Stopped
+from paceline.actors.training.round_counts import RoundCounts
 from paceline.actors.training.settings import DistillerSettings, Loss, ObjectiveSettings
 from paceline.actors.training.shares import Share
 from paceline.actors.training.topic_schedule import ScheduleSettings
@@ -96,7 +97,7 @@ def test_what_is_not_better_is_rejected_learns_on_then_rests(draft: Path, tmp_pa
     assert client.registry is not None
     assert set(client.registry.stable_versions().values()) == {0}
     assert {d["outcome"] for d in client.registry.history()} == {"rejected"}
-    assert loop.candidate("sql").rejections == 2
+    assert loop._topics.state("sql").counts.rejections == 2
     assert loop.candidate("sql").steps > 0  # what it has learnt is kept
 
 
@@ -184,12 +185,14 @@ def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
             client.shards["sql"].insert(encode(training_record(4_000 + next(NUMBERS))))
         assert loop.run_round()
         steps.append(candidate.steps)
-        fruitless.append(candidate.fruitless)
+        fruitless.append(loop._topics.state("sql").counts.fruitless)
     over = [n for n, (a, b) in enumerate(pairwise(steps), start=1) if b <= a]
     assert len(over) == 1
     assert over[0] > 0.7 * len(steps)
     assert fruitless[over[0]] <= 1  # earlier rounds do not count
-    assert candidate.rejections == len(steps)  # but the gate has looked as often
+    assert loop._topics.state("sql").counts.rejections == len(
+        steps
+    )  # but the gate has looked as often
     assert candidate.rate_share == 0.5
     now = candidate.compare([training_record(1)], lambda: None).state
     assert all((now[n] - w).abs().max() < 0.005 for n, w in served.items())  # from the served ones
@@ -211,13 +214,12 @@ def test_a_round_that_leaves_hope_ends_a_plateau(
         client,
     )
     assert loop.run_round()
-    candidate = loop.candidate("sql")
-    candidate.fruitless = before
-    loop._topics.state("sql").rolled_back = rolled_back
+    state = loop._topics.state("sql")
+    state.counts = dataclasses.replace(state.counts, fruitless=before, rolled_back=rolled_back)
     client.shards["sql"].insert(encode(training_record(5_000)))
     assert loop.run_round()
-    assert candidate.rejections == 2
-    assert candidate.fruitless == then  # those in a row; rollbacks are not forgotten by it
+    assert state.counts.rejections == 2
+    assert state.counts.fruitless == then  # those in a row; rollbacks are not forgotten by it
     assert client.registry is not None
     plateaus = [d for d in client.registry.history("sql") if d["outcome"] == "plateau"]
     assert len(plateaus) == (then == schedule.max_rejections)
@@ -258,7 +260,7 @@ def test_general_does_not_start_over_because_shards_had_been_silent(
     )
     general = loop.candidate("general")
     every, begun = client.stats(), []
-    general.begin_round = begun.append  # type: ignore[method-assign]
+    general.begin_round = lambda records, **_: begun.append(records)  # type: ignore
     silent = {"general": every["general"]}
     turn = Assignment("general")
     for stats in (silent, every):
@@ -426,10 +428,10 @@ def test_a_plateau_that_another_trainer_has_noted_is_not_noted_again(
     client = filled(tmp_path)
     loop = plateaued(draft, client)
     client.topic_progress = lambda: {  # type: ignore[method-assign]
-        "sql": TopicProgress(fruitless=theirs, rejections=theirs)
+        "sql": TopicProgress(counts=RoundCounts(rejections=theirs, fruitless=theirs))
     }
     assert loop.run_round()
-    assert loop.candidate("sql").fruitless == theirs + 1
+    assert loop._topics.state("sql").counts.fruitless == theirs + 1
     assert plateaus(client) == notes
 
 
@@ -438,17 +440,32 @@ def test_a_plateau_that_rollbacks_reach_is_noted(draft: Path, tmp_path: Path) ->
     loop = plateaued(draft, client)
     assert loop.run_round()
     candidate = loop.candidate("sql")
-    candidate.fruitless, candidate.version = 0, 1  # published, and rolled back since
-    loop._topics.state("sql").rolled_back = 2
+    candidate.version = 1  # published, and rolled back since
+    loop._topics.state("sql").counts = RoundCounts(rolled_back=2)
     client.shards["sql"].insert(encode(training_record(5_000)))
     assert loop.run_round()
     assert plateaus(client) == 1
 
 
+def test_rollbacks_that_another_trainer_counted_end_with_a_promotion(
+    draft: Path, tmp_path: Path
+) -> None:
+    client = filled(tmp_path)
+    loop = plateaued(draft, client)
+    assert client.registry is not None
+    weights = loop.candidate("sql").compare([training_record(1)], lambda: None).state
+    client.registry.publish("sql", flatten(weights), {})
+    theirs = RoundCounts(stable=0, rejections=1, fruitless=1, rolled_back=1)
+    client.topic_progress = lambda: {"sql": TopicProgress(counts=theirs)}  # type: ignore
+    assert loop.run_round()
+    counts = loop._topics.state("sql").counts
+    assert counts == RoundCounts(stable=1, rejections=2, fruitless=2, rolled_back=0)
+
+
 def test_an_unfinished_round_hands_on_the_last_trainers_counts(draft: Path, tmp_path: Path) -> None:
     client = filled(tmp_path)
     loop = plateaued(draft, client)
-    theirs = TopicProgress(inserted=70, rejections=3, fruitless=3, acceptance=0.8)
+    theirs = TopicProgress(70, RoundCounts(rejections=3, fruitless=3), 0.8)
     client.topic_progress = lambda: {"sql": theirs}  # type: ignore[method-assign]
     handed_on: list[TopicProgress | None] = []
     client.release_topic = handed_on.append  # type: ignore[method-assign]
