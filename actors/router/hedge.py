@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,9 +156,11 @@ class Hedge:
         rows.setdefault(key, {})
         return [rows.popitem(last=False)[0] for _ in range(len(rows) - self.settings.window)]
 
-    def remove_row(self, topic: str, key: str) -> None:
-        """Remove a row."""
-        self._rows[topic].pop(key, None)
+    def remove_rows(self, matches: Callable[[str, str], bool]) -> None:
+        """Remove the rows whose topic and key match."""
+        for topic, rows in self._rows.items():
+            for key in [key for key in rows if matches(topic, key)]:
+                del rows[key]
 
     def set_version(self, expert: str, version: int) -> bool:
         """Set an expert's weight_version; a new one removes its gains. Whether it is new."""

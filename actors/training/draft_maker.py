@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.actors.atomic_file import replace_file
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.engine.model_loader import load_tokenizer, resolve_device
@@ -290,10 +291,9 @@ class DraftMaker:
             if prompt is not None:
                 requests.append(self._answer_request(prompt, len(requests)))
         records = [record for _, _, record in self._answers(requests) if record is not None]
+        packed = msgpack.packb([encode(record) for record in records])
         path = self._work / f"records-{self._chunks:05d}.msgpack"
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(msgpack.packb([encode(record) for record in records]))
-        partial.replace(path)
+        replace_file(path, lambda partial: partial.write_bytes(packed))
         self._chunks += 1
         self._records += records
 
@@ -390,16 +390,17 @@ class DraftMaker:
         """Write what a further run needs."""
         if self._distiller is not None and self._distiller.steps:
             state = self._distiller.state_dict()
-            partial = self._work / "weights.partial"
-            save_file(state, partial, metadata={"format": "pt"})
-            partial.replace(self._work / "weights.safetensors")
+            replace_file(
+                self._work / "weights.safetensors",
+                lambda partial: save_file(state, partial, metadata={"format": "pt"}),
+            )
             save_checkpoint(
                 self._work / "optimizer", self._distiller.live_state(), 1, _STATE_DIGEST
             )
         facts = {"elapsed_s": self._elapsed, "generated_s": self._generated} | self._origin()
-        partial = self._work / "state.partial"
-        partial.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        partial.replace(self._work / "state.json")
+        text = json.dumps(facts) + "\n"
+        path = self._work / "state.json"
+        replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
     def _origin(self) -> dict[str, Any]:
         """What must be the same in every run."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -15,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from paceline.actors.atomic_file import replace_file
 from paceline.actors.handles import RemoteMethod, remote_method
 from paceline.actors.replay.purges import Purges
 from paceline.actors.replay.record import RecordError, belongs, decode
@@ -148,23 +148,23 @@ class ScoringLoop:
                 self._remove(next(iter(self._records)))
 
     def delete(self, request_id: str | None, topic: str | None = None) -> int:
-        """Delete an answer's records and their rows, or with None all; returns their number.
+        """Delete an answer's records and rows, or with None all; returns the number of records.
 
         Args:
             request_id: of the answer, see :func:`paceline.actors.replay.record.belongs`.
             topic: of the records; None is all topics.
         """
 
-        def matches(key: str, record: _Encoded) -> bool:
-            return topic in (None, record.topic) and belongs(key, request_id)
+        def matches(own: str, key: str) -> bool:
+            return topic in (None, own) and belongs(key, request_id)
 
         with self._lock:
             self._purges.add(request_id, topic)
-            gone = [(key, r.topic) for key, r in self._records.items() if matches(key, r)]
-            self._removed |= any(matches(*item) for item in self._in_progress.items())
-            for key, own in gone:
+            gone = [key for key, r in self._records.items() if matches(r.topic, key)]
+            self._removed |= any(matches(r.topic, key) for key, r in self._in_progress.items())
+            for key in gone:
                 self._remove(key)
-                self.hedge.remove_row(own, key)
+            self.hedge.remove_rows(matches)  # also of records that have left
             return len(gone)
 
     def table(self) -> ScorerTable:
@@ -380,6 +380,7 @@ class Scorer:
         stopping = self._background.stopping
         self._scoring = ScoringLoop(settings, sleep=stopping.wait, stopped=stopping.is_set)
         self._restore()
+        self._purged = threading.Event()
         self._background.start()
 
     def offer(self, data: bytes) -> None:
@@ -391,8 +392,10 @@ class Scorer:
         return replace(self._scoring.table(), failures=self._background.failures)
 
     def delete(self, request_id: str | None, topic: str | None = None) -> int:
-        """See ScoringLoop."""
-        return self._scoring.delete(request_id, topic)
+        """See ScoringLoop; the state on disk follows soon."""
+        removed = self._scoring.delete(request_id, topic)
+        self._purged.set()
+        return removed
 
     def stop(self) -> None:
         """End the thread within a forward."""
@@ -408,7 +411,8 @@ class Scorer:
                 if self._scoring.add_expert(expert, like):
                     self._evaluator.add_expert(expert, like)
             worked = self._scoring.run_once(client, self._evaluator)
-            if worked:
+            if worked or self._purged.is_set():
+                self._purged.clear()  # first: a purge while this is saved is saved the next time
                 self._save()
             return worked
 
@@ -418,11 +422,10 @@ class Scorer:
         """Replace the state on disk atomically."""
         if self._file is None:
             return
-        partial = self._file.with_name(f".{self._file.name}.{os.getpid()}.partial")
+        text = json.dumps(self._scoring.export())
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(self._scoring.export()), encoding="utf-8")
-            partial.replace(self._file)
+            replace_file(self._file, lambda partial: partial.write_text(text, encoding="utf-8"))
         except OSError:
             logger.warning("the routing table was not saved", exc_info=True)
 

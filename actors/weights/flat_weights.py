@@ -7,7 +7,6 @@ many small tensors does not. bfloat16, which numpy lacks, travels as uint16.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from paceline.actors.atomic_file import replace_file
 from paceline.actors.weights.checkpoint import (
     end_names,
     has_shared_head,
@@ -134,15 +134,8 @@ def unflatten(flat: FlatWeights) -> dict[str, torch.Tensor]:
 
 def save_safetensors(flat: FlatWeights, path: str | Path) -> None:
     """Write atomically: ``path`` is either the old file or the whole new one."""
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        save_file(unflatten(flat), partial, metadata={"format": "pt"})
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    state = unflatten(flat)
+    replace_file(Path(path), lambda partial: save_file(state, partial, metadata={"format": "pt"}))
 
 
 def load_model(folder: str | Path) -> FlatWeights:

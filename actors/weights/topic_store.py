@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline.actors.atomic_file import replace_file
 from paceline.actors.weights.flat_weights import FlatWeights, load_safetensors, save_safetensors
 from paceline.actors.weights.history import (
     HISTORY_NAME,
@@ -56,13 +56,9 @@ class WeightFiles:
 
     def write_manifest(self, topic: str, manifest: Mapping[str, object]) -> None:
         """Replace the manifest atomically."""
+        text = json.dumps(finite(manifest), allow_nan=False)
         path = self._folder(topic) / "manifest.json"
-        partial = path.with_name(f".manifest.{os.getpid()}.partial")
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(finite(manifest), file, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
     def versions(self, topic: str) -> list[int]:
         """Versions that have files, ascending."""

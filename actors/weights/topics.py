@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
+
+from paceline.actors.atomic_file import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -135,10 +136,12 @@ def write_catalogue(directory: str | Path, catalogue: TopicCatalogue) -> None:
     head = catalogue.head
     if head is not None:
         name = _HEAD.format(revision=catalogue.revision)
-        _replace(folder / name, lambda partial: save_file(_contiguous(head), partial))
+        replace_file(folder / name, lambda partial: save_file(_contiguous(head), partial))
         content["router"] = {"file": name, "facts": head.facts}
     text = json.dumps(content, allow_nan=False, indent=1)
-    _replace(folder / CATALOGUE_NAME, lambda partial: partial.write_text(text, encoding="utf-8"))
+    replace_file(
+        folder / CATALOGUE_NAME, lambda partial: partial.write_text(text, encoding="utf-8")
+    )
     for old in folder.glob(_HEAD.format(revision="*")):
         if head is not None and old.name != content["router"]["file"]:
             old.unlink(missing_ok=True)
@@ -171,17 +174,6 @@ def _read_head(folder: Path, entry: object) -> RouterHead | None:
 
 def _contiguous(head: RouterHead) -> dict[str, NDArray[Any]]:
     return {name: np.ascontiguousarray(array) for name, array in head.arrays.items()}
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        write(partial)
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 class TopicExistsError(ValueError):

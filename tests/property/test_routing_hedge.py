@@ -155,7 +155,7 @@ def test_only_the_last_rows_count_and_those_that_went_are_named() -> None:
     hedge.add_gain("sql", "a", "sql", 0.0)
     hedge.add_gain("sql", "a", "general", 1.0)
     assert hedge.weights("sql") == prior("sql", EXPERTS, hedge.settings)
-    hedge.remove_row("sql", "b")
+    hedge.remove_rows(lambda topic, key: (topic, key) == ("sql", "b"))
     assert hedge.table().rows["sql"] == 1
 
 

@@ -393,6 +393,10 @@ def test_the_thread_scores_keeps_its_state_and_comes_back_with_it(
     scorer.stop()
     again = Scorer(settings, ExpertEvaluator(settings), None, None)
     assert draft_for(again) == "general"
+    kept = texts[0].request_id
+    assert kept in file.read_text(encoding="utf-8")
+    again.delete(kept)  # whose record was lost with the process
+    wait_until(lambda: kept not in file.read_text(encoding="utf-8"), "the purge on disk", 10)
     again.stop()
     assert again.table().failures == 0
     file.write_text("{", encoding="utf-8")
