@@ -19,7 +19,7 @@ class BackgroundLoop:
 
     Attributes:
         stopping: set by :meth:`stop`.
-        failures: calls that raised.
+        failures: calls that raised, of ``prepare`` too.
         last_error: of the last one, None before the first.
     """
 
@@ -36,8 +36,9 @@ class BackgroundLoop:
 
         Args:
             name: of the thread.
-            prepare: called in the thread once, for heavy imports; returns the function to call,
-                which returns False if there was nothing to do and may raise Stopped.
+            prepare: called in the thread until it succeeds, for heavy imports; returns the
+                function to call, which returns False if there was nothing to do and may raise
+                Stopped.
             idle_s: pause when there was nothing to do, seconds.
             low_priority: whether the thread gives way to all others.
             close: called at the thread's end.
@@ -67,10 +68,12 @@ class BackgroundLoop:
     def _run(self) -> None:
         if self._low_priority:
             lower_priority()
-        call = self._prepare()
+        call: Callable[[], bool] | None = None
         try:
             while not self.stopping.is_set():
                 try:
+                    if call is None:
+                        call = self._prepare()
                     if not call():
                         self.stopping.wait(self._idle_s)
                 except Stopped:

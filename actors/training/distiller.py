@@ -302,8 +302,8 @@ class Distiller:
                 before_step()
         finally:
             engine.step()
-        if self._mean is not None and self.steps > before:
-            self._mean.update(self._trained(engine.module.draft))
+            if self._mean is not None and self.steps > before:
+                self._mean.update(self._trained(engine.module.draft))
         figures = torch.zeros(4 + share.total_records, device=self.device)
         figures[0], figures[1] = loss.detach(), share.weights.sum()
         if len(share.places):

@@ -25,14 +25,16 @@ from paceline.actors.training.shares import make_shares
 pytestmark = pytest.mark.usefixtures("deepspeed")
 
 
-def distiller(draft: Path, accumulation: int, stage: ZeroStage = "auto") -> Distiller:
+def distiller(
+    draft: Path, accumulation: int, stage: ZeroStage = "auto", decay: float = 0.0
+) -> Distiller:
     settings = DistillerSettings(
         learning_rate=1e-2,
         dtype="float32",
         device="cpu",
         accumulation=accumulation,
         zero_stage=stage,
-        average_decay=0.0,
+        average_decay=decay,
     )
     return Distiller(str(draft), settings)
 
@@ -100,8 +102,8 @@ def test_whoever_waits_before_a_step_is_asked_once_a_step_and_may_raise(draft: P
     class Ended(Exception):  # noqa: N818
         pass
 
-    own, asked = distiller(draft, 2), list[int]()
-    settings = own.settings.objective
+    own, twin = distiller(draft, 2, decay=0.5), distiller(draft, 2, decay=0.5)
+    asked, settings = list[int](), own.settings.objective
 
     def learn(number: int, before_step: Any) -> None:
         own.learn(make_shares([batch(number)], settings)[0], before_step)
@@ -119,3 +121,7 @@ def test_whoever_waits_before_a_step_is_asked_once_a_step_and_may_raise(draft: P
         learn(6, raises)
     assert own.steps == 3
     assert own.micro_steps_left == 2
+    for number in (0, 1, 2, 3, 5, 6):
+        twin.micro_step(batch(number))
+    for name, weight in twin.state_dict().items():  # the step that raised is in the mean too
+        torch.testing.assert_close(own.state_dict()[name], weight)
