@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from paceline.deploy.api.request_schemas import ChatCompletionRequest, GenerationOptions
 from paceline.deploy.api.tool_formats import lenient
@@ -95,7 +96,8 @@ def grammar_source(
 class Grammars:
     """Translates and tries out the grammars of requests, in a process of their own.
 
-    One after the other; the latest results are kept.
+    One after the other, a client's next behind those that others wait for; the latest results are
+    kept.
     """
 
     def __init__(
@@ -108,9 +110,15 @@ class Grammars:
         self._results: OrderedDict[str, dict[str, str]] = OrderedDict()
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "paceline-grammars")  # the event loop must not wait
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client
 
-    async def compile(self, source: GrammarSource) -> str:
+    async def compile(self, source: GrammarSource, client: str = "") -> str:
         """Return the engine's grammar.
+
+        Args:
+            source: of the request.
+            client: see `client_key`; one client's sources are tried out one by one, so that many
+                slow ones of its own keep no other waiting.
 
         Raises:
             ApiError: 400 with the reason if it is invalid or too complex; 500 if the process is
@@ -119,7 +127,8 @@ class Grammars:
         result = self._known(source.line)
         if result is None:
             loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(self._thread, self._compile, source.line)
+            async with self._turns.setdefault(client, asyncio.Lock()):
+                result = await loop.run_in_executor(self._thread, self._compile, source.line)
         if "error" in result:
             raise invalid_value(source.param, result["error"].rstrip("."))
         return result["grammar"]

@@ -397,9 +397,13 @@ class Ingress:
             self._arrivals.notify()
             async with deadline_scope(deadline):
                 source = parsed.grammar
-                grammar = "" if source is None else await self._grammars.compile(source)
+                grammar = (
+                    "" if source is None else await self._grammars.compile(source, parsed.client)
+                )
                 routes = await self._select_routes(parsed)
             context = self._response_context(parsed, [route.topic for route in routes])
+            asked = parsed.responses
+            builder = None if asked is None else ResponsesBuilder(context, asked)
             requests = engine_requests(
                 parsed, context.id, routes, self._routing_table.canary_route, grammar
             )
@@ -410,13 +414,11 @@ class Ingress:
                     self._recent_traffic.record_stream(chunks, requests), deadline
                 )
                 stream = await prefetch(chunks)
-                builder = self._responses_builder(context, parsed)
                 events = sse_events(context, stream) if builder is None else builder.events(stream)
                 return EventStreamResponse(events, stream, releases.pop_all().close, deadline)
             async with deadline_scope(deadline):
                 answers = await complete_all(self._generation, requests, self._failover)
             self._recent_traffic.record_all(requests, answers)
-            builder = self._responses_builder(context, parsed)
 
             def body() -> bytes:
                 if builder is None:
@@ -440,13 +442,6 @@ class Ingress:
         if not self._settings.key_scope:
             return self._experts
         return experts_for("" if key is None else key.name, self._experts)
-
-    def _responses_builder(
-        self, context: ResponseContext, parsed: ParsedRequest
-    ) -> ResponsesBuilder | None:
-        """The builder of a request to the Responses API, None at other endpoints."""
-        asked = parsed.responses
-        return None if asked is None else ResponsesBuilder(context, asked)
 
     async def _select_routes(self, parsed: ParsedRequest) -> list[Route]:
         """A route per prompt: of the requested expert, which learns from it, or the router's.

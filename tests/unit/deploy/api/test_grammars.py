@@ -228,3 +228,29 @@ def test_the_same_source_is_tried_once_and_others_do_not_wait_for_it(grammars: G
     assert {type(result) for result in results} == {ApiError}
     assert seconds < LIMIT_S
     assert ticks > 5
+
+
+def test_one_client_s_sources_do_not_keep_another_waiting(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes long; only whose turn it is matters here."""
+    may_end, tried = threading.Event(), list[str]()
+
+    def compile_slowly(line: str) -> dict[str, str]:
+        tried.append(line)
+        assert may_end.wait(10)
+        return {"grammar": line}
+
+    monkeypatch.setattr(grammars, "_compile", compile_slowly)
+
+    async def asked() -> None:
+        many = [grammars.compile(GrammarSource(f"many {n}", ""), "many") for n in range(8)]
+        other = [grammars.compile(GrammarSource(f"other {n}", ""), "other") for n in range(2)]
+        tasks = [asyncio.ensure_future(call) for call in (*many, *other)]
+        await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+
+    asyncio.run(asked())
+    assert len(tried) == 10
+    assert tried[:4] == ["many 0", "other 0", "many 1", "other 1"]
