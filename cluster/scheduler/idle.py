@@ -62,24 +62,18 @@ class IdleDetector:
 
     def may_train(self, now: float) -> bool:
         """Whether a micro-step may start at ``now``, monotonic seconds."""
-        begun = self.idle_since(now)
-        return begun is not None and now >= begun
+        return now >= self.idle_from(now)
 
-    def idle_since(self, now: float) -> float | None:
-        """Start of the current idle time, in the future during the quiet time before it.
+    def idle_from(self, now: float) -> float:
+        """Start of the current idle time, or of the next one if nothing is reported until then.
 
-        None if a replica is busy or training is not allowed; ``-inf`` if no replica has ever been
-        busy.
+        ``inf`` if training is not allowed; ``-inf`` if no replica has ever been busy.
         """
-        self._loads = {k: r for k, r in self._loads.items() if now - r.at <= self.stale_after_s}
-        if (
-            self.paused
-            or self.draining
-            or now < self._announced_until
-            or any(self._busy(load) for load in self._loads.values())
-        ):
-            return None
-        return self._busy_until + self.idle_after_s
+        self._loads = {k: r for k, r in self._loads.items() if now - r.at < self.stale_after_s}
+        if self.paused or self.draining:
+            return math.inf
+        gone = [r.at + self.stale_after_s for r in self._loads.values() if self._busy(r)]
+        return max(self._busy_until + self.idle_after_s, self._announced_until, *gone)
 
     @property
     def running(self) -> int:

@@ -279,6 +279,10 @@ class SchedulerPolicy:
         """Whether serving is idle and training allowed."""
         return self._idle.may_train(now)
 
+    def idle_from(self, now: float) -> float:
+        """When serving is idle if nothing is reported until then, see IdleDetector."""
+        return self._idle.idle_from(now)
+
     # Calls of trainers
 
     def acquire_topic(
@@ -539,8 +543,8 @@ class SchedulerPolicy:
     def _account(self, now: float) -> None:
         """Count the idle time since the last event; call it before a change of state."""
         before, self._now = self._now, max(now, self._now)
-        begun = self._idle.idle_since(now)
-        if begun is None or before == -math.inf:
+        begun = self._idle.idle_from(now)
+        if before == -math.inf:
             return
         use = USED if self.leases() else WAITING if self.assignments() else UNWANTED
         self.stats.idle_s[use] += max(0.0, now - max(before, begun))

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from paceline.actors.handles import remote_method
@@ -26,8 +27,8 @@ from paceline.cluster.scheduler.leases import (
 )
 from paceline.cluster.scheduler.policy import SchedulerPolicy
 
-_LOOK_S = 0.02
 _LONGEST_GAP_S = 1.0  # the supervisor calls several times a second
+_LONGEST_WAIT_S = 0.5  # without reading the clock: a longer gap counts as less
 
 
 class RunningClock:
@@ -82,11 +83,13 @@ class TrainerScheduler:
         self._policy = SchedulerPolicy(idle, settings)
         self._clock = RunningClock() if clock is None else clock
         self._lock = threading.Lock()
+        self._sooner = asyncio.Event()  # set, and replaced, when serving may be idle sooner
 
     def report_load(self, replica_id: str, running: int, waiting: int) -> None:
         """Take a replica's load; see LoadReporter for when replicas call it."""
         with self._lock:
             self._policy.report_load(replica_id, running, waiting, self._clock())
+        self._wake()
 
     def announce_request(self) -> None:
         """Take note of a request before it is routed; called by the ingress."""
@@ -104,16 +107,24 @@ class TrainerScheduler:
         """Return when training may go on, or after ``timeout_s``.
 
         A trainer that was denied waits here: one that asked again and again would take processor
-        time from the requests that it waits for.
+        time from the requests that it waits for. So would looking again and again, for it.
         """
         until = None
         while True:
+            sooner = self._sooner
             with self._lock:
                 now = self._clock()
                 until = now + timeout_s if until is None else until
-                if now >= until or self._policy.may_train(now):
-                    return
-            await asyncio.sleep(_LOOK_S)
+                idle_from = min(until, self._policy.idle_from(now))
+            if now >= idle_from:
+                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(sooner.wait(), min(idle_from - now, _LONGEST_WAIT_S))
+
+    def _wake(self) -> None:
+        """Have those that wait look again."""
+        sooner, self._sooner = self._sooner, asyncio.Event()
+        sooner.set()
 
     def acquire_topic(
         self, trainer: TrainerIdentity, incarnation: str, gains: Mapping[str, float]
@@ -187,11 +198,13 @@ class TrainerScheduler:
         """End a pause."""
         with self._lock:
             self._policy.resume(self._clock())
+        self._wake()
 
     def drain(self, on: bool) -> None:
         """Start or end a drain: no new requests and no permits."""
         with self._lock:
             self._policy.drain(self._clock(), on=on)
+        self._wake()
 
     def status(self) -> SchedulerStatus:
         """Load, leases and totals."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.actors.training.permits import Permit, TrainerIdentity
 from paceline.cluster.scheduler.idle import IdleDetector
@@ -54,8 +58,8 @@ def test_one_busy_replica_among_several_is_enough() -> None:
 def test_a_replica_that_died_busy_is_forgotten() -> None:
     idle = IdleDetector(idle_after_s=0.1, stale_after_s=5.0)
     idle.report_load("a", 4, 0, 10.0)
-    assert not idle.may_train(15.0)
-    assert idle.may_train(15.01)
+    assert not idle.may_train(14.99)
+    assert idle.may_train(15.0)
     assert idle.replicas == 0
 
 
@@ -140,6 +144,53 @@ def test_a_denied_trainer_waits_until_serving_is_idle() -> None:
 
     assert asyncio.run(waits()) == (False, False)
     assert scheduler.may_train()
+
+
+def test_who_waits_looks_when_something_may_have_changed_and_no_more() -> None:
+    looks: list[float] = []
+
+    def clock() -> float:
+        looks.append(time.monotonic())
+        return looks[-1]
+
+    scheduler = TrainerScheduler(idle_after_s=0.2, clock=clock)
+
+    async def waits() -> float:
+        scheduler.report_load("a", 1, 0)
+        waiting = asyncio.create_task(scheduler.until_idle(60.0))
+        await asyncio.sleep(0.3)
+        scheduler.report_load("a", 0, 0)
+        reported = looks[-1]
+        await asyncio.wait_for(waiting, 30.0)
+        return looks[-1] - reported
+
+    assert asyncio.run(waits()) >= 0.2
+    assert len(looks) <= 6  # two reports; at first, after each of them, and at the end
+
+
+LOADS = st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.integers(0, 2))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), LOADS | st.just("announced")), max_size=12),
+    st.integers(0, 2),
+    st.lists(st.integers(0, 40), min_size=1, max_size=8),
+)
+def test_serving_is_idle_from_the_time_that_was_foretold(
+    reports: list[tuple[int, tuple[str, int, int] | str]], occupied: int, later: list[int]
+) -> None:
+    """In quarters of a second, which add up exactly, if nothing more is reported."""
+    idle, now = IdleDetector(0.5, 6.0, occupied), 0.0
+    for quarters, report in reports:
+        now += quarters / 4
+        if isinstance(report, str):
+            idle.announce_request(now)
+        else:
+            idle.report_load(*report, now)
+    foretold = idle.idle_from(now)
+    for quarters in sorted(later):
+        then = now + quarters / 4
+        assert idle.may_train(then) == (then >= foretold)
 
 
 def test_a_suspension_is_held_against_no_trainer_and_no_replica() -> None:
