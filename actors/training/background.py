@@ -6,12 +6,13 @@ import logging
 import threading
 from collections.abc import Callable
 
+from paceline.actors.backoff import Backoff
 from paceline.actors.priority import lower_priority
 from paceline.actors.training.progress import Stopped
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 1.0
+_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0  # doubles with each failure in a row
 
 
 class BackgroundLoop:
@@ -69,12 +70,15 @@ class BackgroundLoop:
         if self._low_priority:
             lower_priority()
         call: Callable[[], bool] | None = None
+        backoff = Backoff(_RETRY_S, _LONGEST_RETRY_S)
         try:
             while not self.stopping.is_set():
                 try:
                     if call is None:
                         call = self._prepare()
-                    if not call():
+                    worked = call()
+                    backoff.reset()
+                    if not worked:
                         self.stopping.wait(self._idle_s)
                 except Stopped:
                     return
@@ -82,6 +86,6 @@ class BackgroundLoop:
                     self.failures += 1
                     self.last_error = f"{type(error).__name__}: {error}"
                     logger.warning("%s: failed, going on", self._thread.name, exc_info=True)
-                    self.stopping.wait(_RETRY_S)
+                    self.stopping.wait(backoff.fail())
         finally:
             self._close()

@@ -213,7 +213,7 @@ class Candidate:
 
         Args:
             records: training records of the topic.
-            rejected: whether its last round was.
+            rejected: whether a round was rejected since the last publication, or that rolled back.
 
         Returns:
             Whether it was restarted.

@@ -187,6 +187,8 @@ class DraftMaker:
         self._chunks = 0  # files of records
         self._records: list[ReplayRecord] = []
         self._acceptance = 0.0
+        for partial in self._work.glob(".*.partial"):  # of a killed run
+            partial.unlink()
         self._restore()
         self._rng = np.random.default_rng([settings.seed, self._chunks])
         self._distiller: Distiller | None = None

@@ -10,10 +10,10 @@ class RoundCounts:
     """Outcomes of a topic's rounds, each counted in a row, whichever trainer had the round.
 
     Attributes:
-        stable: weight_version of the served draft that they were counted beside.
+        stable: the stable weight_version.
         rejections: rounds without a gain.
         fruitless: rounds, up to the last, whose gain had no prospect.
-        rolled_back: candidates that were published beside that version and rolled back.
+        rolled_back: candidates that went on trial against that version and were rolled back.
     """
 
     stable: int = 0

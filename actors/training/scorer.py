@@ -380,7 +380,7 @@ class Scorer:
         stopping = self._background.stopping
         self._scoring = ScoringLoop(settings, sleep=stopping.wait, stopped=stopping.is_set)
         self._restore()
-        self._purged = threading.Event()
+        self._saving = threading.Lock()
         self._background.start()
 
     def offer(self, data: bytes) -> None:
@@ -392,9 +392,9 @@ class Scorer:
         return replace(self._scoring.table(), failures=self._background.failures)
 
     def delete(self, request_id: str | None, topic: str | None = None) -> int:
-        """See ScoringLoop; the state on disk follows soon."""
+        """See ScoringLoop; from the state on disk too: the thread may wait for hours."""
         removed = self._scoring.delete(request_id, topic)
-        self._purged.set()
+        self._save()
         return removed
 
     def stop(self) -> None:
@@ -411,8 +411,7 @@ class Scorer:
                 if self._scoring.add_expert(expert, like):
                     self._evaluator.add_expert(expert, like)
             worked = self._scoring.run_once(client, self._evaluator)
-            if worked or self._purged.is_set():
-                self._purged.clear()  # first: a purge while this is saved is saved the next time
+            if worked:
                 self._save()
             return worked
 
@@ -422,12 +421,13 @@ class Scorer:
         """Replace the state on disk atomically."""
         if self._file is None:
             return
-        text = json.dumps(self._scoring.export())
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._file, lambda partial: partial.write_text(text, encoding="utf-8"))
-        except OSError:
-            logger.warning("the routing table was not saved", exc_info=True)
+        with self._saving:
+            text = json.dumps(self._scoring.export())
+            try:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(self._file, lambda partial: partial.write_text(text, "utf-8"))
+            except OSError:
+                logger.warning("the routing table was not saved", exc_info=True)
 
     def _restore(self) -> None:
         if self._file is None or not self._file.is_file():

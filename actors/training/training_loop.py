@@ -177,6 +177,9 @@ class TrainingLoop:
 
     def _drop_candidates(self) -> None:
         """Drop what lost ranks held a part of: the next round starts from what was published."""
+        for topic in self._candidates:
+            state = self._topics.state(topic)
+            state.counts = state.counts.restarted()
         self._candidates.clear()
         if self._workers is not None:
             self._workers.stop()

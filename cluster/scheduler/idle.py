@@ -69,11 +69,16 @@ class IdleDetector:
 
         ``inf`` if training is not allowed; ``-inf`` if no replica has ever been busy.
         """
-        self._loads = {k: r for k, r in self._loads.items() if now - r.at < self.stale_after_s}
+        for name, load in list(self._loads.items()):
+            if now >= self._gone_at(load):
+                del self._loads[name]
+                if self._busy(load):
+                    until = self._gone_at(load) - self.idle_after_s
+                    self._busy_until = max(self._busy_until, until)
         if self.paused or self.draining:
             return math.inf
-        gone = [r.at + self.stale_after_s for r in self._loads.values() if self._busy(r)]
-        return max(self._busy_until + self.idle_after_s, self._announced_until, *gone)
+        gone_at = [self._gone_at(load) for load in self._loads.values() if self._busy(load)]
+        return max(self._busy_until + self.idle_after_s, self._announced_until, *gone_at)
 
     @property
     def running(self) -> int:
@@ -89,6 +94,9 @@ class IdleDetector:
     def replicas(self) -> int:
         """Replicas that report."""
         return len(self._loads)
+
+    def _gone_at(self, load: _Load) -> float:
+        return load.at + self.stale_after_s
 
     def _busy(self, load: _Load) -> bool:
         return load.running > self.occupied_above or load.waiting > 0

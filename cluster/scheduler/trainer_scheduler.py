@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from paceline.actors.handles import remote_method
@@ -58,7 +58,8 @@ class TrainerScheduler:
     replicas report within a second, and trainers without a known assignment end their rounds and
     request a topic.
 
-    Thread-safe: a thread beside the actor's own exports its figures.
+    For the thread of one event loop; :meth:`status` and :meth:`pop_yield_times` for any, since one
+    beside the actor's own exports its figures.
     """
 
     def __init__(
@@ -87,9 +88,8 @@ class TrainerScheduler:
 
     def report_load(self, replica_id: str, running: int, waiting: int) -> None:
         """Take a replica's load; see LoadReporter for when replicas call it."""
-        with self._lock:
-            self._policy.report_load(replica_id, running, waiting, self._clock())
-        self._wake()
+        with self._change() as now:
+            self._policy.report_load(replica_id, running, waiting, now)
 
     def announce_request(self) -> None:
         """Take note of a request before it is routed; called by the ingress."""
@@ -121,10 +121,16 @@ class TrainerScheduler:
             with suppress(TimeoutError):
                 await asyncio.wait_for(sooner.wait(), min(idle_from - now, _LONGEST_WAIT_S))
 
-    def _wake(self) -> None:
-        """Have those that wait look again."""
-        sooner, self._sooner = self._sooner, asyncio.Event()
-        sooner.set()
+    @contextmanager
+    def _change(self) -> Iterator[float]:
+        """Guard a change at the time that it yields; wake those that wait if it may help them."""
+        with self._lock:
+            now = self._clock()
+            before = self._policy.idle_from(now)
+            yield now
+            if self._policy.idle_from(now) < before:
+                sooner, self._sooner = self._sooner, asyncio.Event()
+                sooner.set()
 
     def acquire_topic(
         self, trainer: TrainerIdentity, incarnation: str, gains: Mapping[str, float]
@@ -196,15 +202,13 @@ class TrainerScheduler:
 
     def resume(self) -> None:
         """End a pause."""
-        with self._lock:
-            self._policy.resume(self._clock())
-        self._wake()
+        with self._change() as now:
+            self._policy.resume(now)
 
     def drain(self, on: bool) -> None:
         """Start or end a drain: no new requests and no permits."""
-        with self._lock:
-            self._policy.drain(self._clock(), on=on)
-        self._wake()
+        with self._change() as now:
+            self._policy.drain(now, on=on)
 
     def status(self) -> SchedulerStatus:
         """Load, leases and totals."""

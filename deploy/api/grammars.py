@@ -96,8 +96,7 @@ def grammar_source(
 class Grammars:
     """Translates and tries out the grammars of requests, in a process of their own.
 
-    One after the other, a client's next behind those that others wait for; the latest results are
-    kept.
+    One after the other, a client's next one behind those of others; the latest results are kept.
     """
 
     def __init__(
@@ -117,8 +116,8 @@ class Grammars:
 
         Args:
             source: of the request.
-            client: see `client_key`; one client's sources are tried out one by one, so that many
-                slow ones of its own keep no other waiting.
+            client: see `client_key`; one client's sources are tried out one by one, so that
+                another waits for one of them at most, however many there are.
 
         Raises:
             ApiError: 400 with the reason if it is invalid or too complex; 500 if the process is

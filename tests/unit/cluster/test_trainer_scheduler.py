@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.actors.training.permits import Permit, TrainerIdentity
+from paceline.cluster.scheduler import trainer_scheduler
 from paceline.cluster.scheduler.idle import IdleDetector
 from paceline.cluster.scheduler.leases import SchedulerStatus
 from paceline.cluster.scheduler.trainer_scheduler import RunningClock, TrainerScheduler
@@ -72,6 +75,13 @@ def test_an_announced_request_counts_before_its_replica_reports_it() -> None:
     idle.report_load("a", 0, 0, 12.0)
     assert not idle.may_train(12.05)
     assert idle.may_train(12.11)
+
+
+def test_idle_time_begins_when_a_replica_that_died_busy_is_taken_for_gone() -> None:
+    idle = IdleDetector(idle_after_s=0.1, stale_after_s=5.0)
+    idle.report_load("a", 4, 0, 10.0)
+    assert idle.idle_from(12.0) == 15.0
+    assert idle.idle_from(20.0) == 15.0
 
 
 def test_one_that_no_replica_ever_reports_is_forgotten() -> None:
@@ -146,7 +156,39 @@ def test_a_denied_trainer_waits_until_serving_is_idle() -> None:
     assert scheduler.may_train()
 
 
-def test_who_waits_looks_when_something_may_have_changed_and_no_more() -> None:
+WAKES: dict[str, tuple[Callable[[TrainerScheduler], None], Callable[[TrainerScheduler], None]]] = {
+    "a replica falls idle": (
+        lambda scheduler: scheduler.report_load("a", 1, 0),
+        lambda scheduler: scheduler.report_load("a", 0, 0),
+    ),
+    "a pause ends": (TrainerScheduler.pause, TrainerScheduler.resume),
+    "a drain ends": (
+        lambda scheduler: scheduler.drain(on=True),
+        lambda scheduler: scheduler.drain(on=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAKES)
+def test_who_waits_is_woken_by_what_ends_the_wait(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer_scheduler, "_LONGEST_WAIT_S", 60.0)
+    begin, end = WAKES[name]
+    scheduler = TrainerScheduler(idle_after_s=0.01, stale_after_s=60.0)
+
+    async def waits() -> None:
+        begin(scheduler)
+        waiting = [asyncio.create_task(scheduler.until_idle(60.0)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in waiting)
+        end(scheduler)
+        await asyncio.wait_for(asyncio.gather(*waiting), 10.0)
+
+    asyncio.run(waits())
+
+
+def test_who_waits_looks_when_serving_may_be_idle_sooner_and_no_more() -> None:
     looks: list[float] = []
 
     def clock() -> float:
@@ -158,14 +200,17 @@ def test_who_waits_looks_when_something_may_have_changed_and_no_more() -> None:
     async def waits() -> float:
         scheduler.report_load("a", 1, 0)
         waiting = asyncio.create_task(scheduler.until_idle(60.0))
-        await asyncio.sleep(0.3)
+        for _ in range(6):
+            await asyncio.sleep(0.05)
+            scheduler.report_load("a", 1, 0)
         scheduler.report_load("a", 0, 0)
         reported = looks[-1]
         await asyncio.wait_for(waiting, 30.0)
         return looks[-1] - reported
 
     assert asyncio.run(waits()) >= 0.2
-    assert len(looks) <= 6  # two reports; at first, after each of them, and at the end
+    # Eight reports; at first, half a second later if so long, after the last report, and at the end
+    assert len(looks) <= 8 + 4
 
 
 LOADS = st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.integers(0, 2))

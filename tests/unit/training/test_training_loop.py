@@ -30,6 +30,7 @@ from paceline.actors.training.settings import DistillerSettings, Loss, Objective
 from paceline.actors.training.shares import Share
 from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.training_loop import TrainingLoop
+from paceline.actors.training.worker_group import WorkerGroupError
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.flat_weights import flatten, unflatten
@@ -445,6 +446,25 @@ def test_a_plateau_that_rollbacks_reach_is_noted(draft: Path, tmp_path: Path) ->
     client.shards["sql"].insert(encode(training_record(5_000)))
     assert loop.run_round()
     assert plateaus(client) == 1
+
+
+def test_the_loss_of_the_other_ranks_leaves_rollbacks_alone_to_count(
+    draft: Path, tmp_path: Path
+) -> None:
+    """Candidates are lost with them: the gate's looks at these are over."""
+    loop = plateaued(draft, filled(tmp_path))
+    assert loop.run_round()
+    state = loop._topics.state("sql")
+    state.counts = RoundCounts(rejections=2, fruitless=2, rolled_back=1)
+
+    def lost(*_: object) -> None:
+        raise WorkerGroupError("a rank has died")
+
+    loop._client.shards["sql"].insert(encode(training_record(5_000)))
+    loop.candidate("sql").learn = lost  # type: ignore
+    with pytest.raises(WorkerGroupError):
+        loop.run_round()
+    assert state.counts == RoundCounts(rejections=1, fruitless=1, rolled_back=1)
 
 
 def test_rollbacks_that_another_trainer_counted_end_with_a_promotion(
