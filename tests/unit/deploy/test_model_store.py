@@ -219,6 +219,7 @@ def test_a_failure_is_one_line_and_leaves_nothing(
     assert model_store.cached_models() == []
 
 
+@pytest.mark.full
 def test_a_changed_gguf_file_is_converted_again(tmp_path: Path) -> None:
     file = tmp_path / "own.gguf"
     write_gguf(file, seed=1)

@@ -60,7 +60,8 @@ def requests(draft: str) -> list[GenerationRequest]:
     ]
 
 
-SLOW = ("qwen3_moe", "gemma3n_text")  # as others, with more of the same
+# As others, with more of the same
+SLOW = ("qwen3_moe", "gemma3n_text", "qwen2_moe", "gemma2", "gemma4_text")
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,10 @@ def law_of_answers(
     [
         ("unseeded", WORDS, 1.0, 4),
         ("seeded", WORDS, 1.0, 4),
-        ("mixed", WORDS, 1.0, 4),
-        ("unseeded", CODE, 1.0, 4),
-        ("unseeded", WORDS, 0.8, 4),
-        ("mixed", CODE, 0.9, 4),
+        pytest.param("mixed", WORDS, 1.0, 4, marks=pytest.mark.full),
+        pytest.param("unseeded", CODE, 1.0, 4, marks=pytest.mark.full),
+        pytest.param("unseeded", WORDS, 0.8, 4, marks=pytest.mark.full),
+        pytest.param("mixed", CODE, 0.9, 4, marks=pytest.mark.full),
         ("mixed", WORDS, 0.9, 1),
     ],
 )

@@ -133,7 +133,7 @@ def test_the_first_choice_is_the_only_one_s_text() -> None:
     assert tokens_of(run(make_engine(), both)["r0"]) == tokens_of(alone)
 
 
-@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("seeded", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_samples_with_penalties_follow_the_distribution(seeded: bool) -> None:
     """Chi-square over 2,000 answers of four tokens, drafted three at a time from a cut support."""
     vocab, count, prompt = 7, 2000, [3, 4]

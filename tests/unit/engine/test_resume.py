@@ -78,6 +78,7 @@ def test_text_held_back_for_a_stop_string_is_sent_once_after_a_resume(
     )
 
 
+@pytest.mark.full
 def test_half_a_character_is_held_back_over_a_resume() -> None:
     """Bytes of one character on both sides: with temperature, random bytes come all the time."""
     for seed in range(3):

@@ -101,6 +101,7 @@ def test_a_draft_is_made_resumed_and_learns(maker: DraftMaker) -> None:
     assert speed.measured > 0.0
 
 
+@pytest.mark.full
 def test_a_draft_that_has_learnt_goes_on_from_what_it_knows(
     maker: DraftMaker, tmp_path: Path
 ) -> None:

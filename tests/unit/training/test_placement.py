@@ -125,7 +125,12 @@ def test_a_pretended_gpu_refuses_what_a_gpu_refuses() -> None:
                 call()
 
 
-@pytest.mark.parametrize("kind", SAMPLING)
+SLOW = ("seeded", "penalised")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.full) if k in SLOW else k for k in SAMPLING]
+)
 def test_an_engine_answers_there_as_here(folders: dict[str, str], kind: str) -> None:
     """Unseeded answers follow the generator, which is the device's own."""
     expected, _ = answers(engine_on(folders), **SAMPLING[kind])

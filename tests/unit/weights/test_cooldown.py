@@ -220,7 +220,12 @@ def harmed(directory: Path, step: float, spread: float, rounds: int, **changes: 
 
 
 @pytest.mark.parametrize(
-    ("step", "spread", "rounds"), [(0.03, 0.1, 20), (0.01, 0.1, 20), (0.008, 0.03, 200)]
+    ("step", "spread", "rounds"),
+    [
+        (0.03, 0.1, 20),
+        pytest.param(0.01, 0.1, 20, marks=pytest.mark.full),
+        pytest.param(0.008, 0.03, 200, marks=pytest.mark.full),
+    ],
 )
 def test_harm_in_steps_too_small_to_see_does_not_add_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: float, spread: float, rounds: int
