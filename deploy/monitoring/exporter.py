@@ -1,4 +1,4 @@
-"""Export counts as Ray metrics every second or few, from a thread beside the work.
+"""Export counts as Ray metrics once a second, from a thread beside the work.
 
 The work never waits for the export, and an error skips only the sample that raised it.
 """
@@ -18,8 +18,7 @@ from paceline.deploy.monitoring.catalogue import BY_NAME, Kind, Metric
 logger = logging.getLogger(__name__)
 Actor = TypeVar("Actor")
 
-EVERY_S = 1.0
-_ACTORS_EVERY_S = 5.0  # Ray reports every ten: more often only takes processor time
+EVERY_S = 1.0  # a gauge that is not recorded between two of Ray's reports is gone until it is
 _WARN_EVERY = 600  # failures per log line
 
 
@@ -153,8 +152,7 @@ def metered(actor: type[Actor], samples: Callable[[Actor], Iterable[Sample]]) ->
     class Metered(actor):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            sink = RaySink(ray_metrics)
-            self._exporter = Exporter(lambda: samples(self), sink, _ACTORS_EVERY_S).start()
+            self._exporter = Exporter(lambda: samples(self), RaySink(ray_metrics)).start()
 
     Metered.__name__ = Metered.__qualname__ = f"Metered{actor.__name__}"
     return Metered
