@@ -79,6 +79,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
+@pytest.mark.full
 def test_a_stop_that_streams_delay_starts_no_second_session(
     write_config: Write, free_port: int
 ) -> None:
@@ -173,7 +174,7 @@ def runs(process: "subprocess.Popen[str]", name: str) -> bool:
         ("raylet", 0.0),
         pytest.param("raylet", 1.3, marks=pytest.mark.full),
         pytest.param("raylet", 1.8, marks=pytest.mark.full),
-        ("ray::ServeReplica", 0.0),
+        pytest.param("ray::ServeReplica", 0.0, marks=pytest.mark.full),
     ],
 )
 def test_a_signal_during_the_start_ends_it_too(
