@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def feed(shard: Any, numbers: range) -> None:
+def feed(shard: Any, numbers: Iterable[int]) -> None:
     ray.get([shard.insert.remote(encode(training_record(n, created=time.time()))) for n in numbers])
 
 
@@ -83,7 +84,7 @@ def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
         low_priority=False,
     )
     trainer = actor(Trainer, settings, {"sql": shard}, registry, scheduler)
-    seen: list[int] = [0]
+    seen, further = [0], count(1_000)
 
     def version() -> int:
         now: int = ray.get(registry.stable_versions.remote(), timeout=5)["sql"]
@@ -91,9 +92,15 @@ def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
         seen.append(now)
         return now
 
-    def grows() -> int:
+    def grows() -> None:
+        """While records come: after a round too short to gain the trainer waits for them."""
         before = seen[-1]
-        return int(eventually(lambda: version() if version() > before else 0))
+
+        def is_newer() -> bool:
+            feed(shard, [next(further)])
+            return version() > before
+
+        eventually(is_newer)
 
     feed(shard, range(60))
     grows()
