@@ -12,10 +12,9 @@ import ray
 
 from paceline.actors.handles import remote_method
 from paceline.actors.priority import lower_process_priority
-from paceline.actors.training.worker_group import WorkerSpec
 
 if TYPE_CHECKING:  # imports torch
-    from paceline.actors.training.worker_group import Worker
+    from paceline.actors.training.worker_group import Worker, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ P = ParamSpec("P")
 class RankActor:
     """A process with a Worker; its constructor returns when all ranks have joined."""
 
-    def __init__(self, spec: WorkerSpec, num_threads: int, timeout_s: float) -> None:
+    def __init__(self, spec: "WorkerSpec", num_threads: int, timeout_s: float) -> None:
         """Lower the priority, then join.
 
         Args:
@@ -81,7 +80,7 @@ class RankHandle:
 
 def worker_starter(
     num_threads: int, timeout_s: float, num_gpus: float
-) -> Callable[[WorkerSpec], RankHandle]:
+) -> Callable[["WorkerSpec"], RankHandle]:
     """The ``start_worker`` of a WorkerGroup.
 
     Args:
@@ -91,7 +90,7 @@ def worker_starter(
     """
     options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
 
-    def start_worker(spec: WorkerSpec) -> RankHandle:
+    def start_worker(spec: "WorkerSpec") -> RankHandle:
         actor = ray.remote(**options)(RankActor).remote(spec, num_threads, timeout_s)
         return RankHandle(actor)
 

@@ -330,7 +330,6 @@ def _numerics(settings: TargetSettings, runner: ModelRunner) -> str:
     Raises:
         ValueError: they do, and the settings require that they do not.
     """
-    torch.set_num_threads(settings.num_threads)
     if batch_invariant(runner):
         return INVARIANT
     if settings.numerics == INVARIANT:
@@ -369,6 +368,7 @@ def build_engine(
             not available.
         OSError: a model folder cannot be read.
     """
+    torch.set_num_threads(settings.num_threads)
     device = resolve_device(settings.device)
     dtype = target_dtype(settings.dtype, device, settings.model_path)
     tokenizer = load_tokenizer(settings.model_path)

@@ -171,10 +171,11 @@ def make_decoder(
     _check_config(config, capacity)
     ids = torch.arange(len(models) * count, device=models[0].device).view(-1, count)
     tokens = (ids * 7919 + 13) % int(config.vocab_size)
-    _check_modules(models[0], shapes, tokens[:1], capacity)
+    own = _check_modules(models[0], shapes, tokens[:1], capacity)
     if not is_llama_like(config):
         return ModuleDecoder(models, capacity)
-    own, _ = _probe(ModuleDecoder(models), models, shapes, tokens)
+    if len(models) > 1:
+        own, _ = _probe(ModuleDecoder(models), models, shapes, tokens)
     fused = FusedDecoder(models, capacity)
     error = _relative_error(_probe(fused, models, shapes, tokens)[0], own)
     if error <= _tolerance(models[0]):
@@ -203,8 +204,8 @@ def _check_config(config: PreTrainedConfig, capacity: int) -> None:
 
 def _check_modules(
     model: PreTrainedModel, shapes: list[tuple[int, int]], tokens: Tensor, capacity: int
-) -> None:
-    """Refuse a model whose modules, with the engine's attention, do not give its own logits.
+) -> Tensor:
+    """Return a model's logits, see _probe; refuse one whose modules do not give its own here.
 
     Args:
         model: causal LM with the engine's attention.
@@ -234,6 +235,7 @@ def _check_modules(
     error = _relative_error(found, torch.cat(expected))
     if not error <= _tolerance(model):
         raise unservable(config, f"its logits in the engine are off by {error:.3f}")
+    return found
 
 
 def _second_positions(steps: int, lags: bool) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -257,14 +258,19 @@ def profile(
     columns: Sequence[int],
     clock: Callable[[], float],
     repeats: int = 3,
+    enough_s: float = math.inf,
 ) -> dict[tuple[int, int], float]:
     """Best of several timings of ``run(rows, column)`` over a grid, in seconds.
 
     All sizes in turns, so that a slow moment of the machine makes none of them look dear, and none
-    is taken to cost more than a larger one.
+    is taken to cost more than a larger one. After a first turn, which warms up, and a second, none
+    begins once all have taken ``enough_s``: a stall is a small part of what takes so long.
     """
     times = {(size, column): float("inf") for size in rows for column in columns}
-    for _ in range(repeats + 1):  # the first warms up
+    began = clock()
+    for turn in range(repeats + 1):
+        if turn > 1 and clock() - began >= enough_s:
+            break
         for size, column in times:
             start = clock()
             run(size, column)

@@ -27,6 +27,7 @@ from paceline.actors.weights.slots import is_candidate
 
 _PROFILED_CONTEXT = 128  # tokens
 _PROFILED_PROMPT = 64  # tokens
+_ENOUGH_S = 2.0  # of the target's profile: a server must start
 _ROLLOUT = 4  # draft steps of one call that are profiled together
 
 
@@ -129,7 +130,7 @@ def build_policy(
         columns |= {n + 1 for n in (2 * most, 4 * most) if n < runner.max_model_len}
     start = max(0, min(_PROFILED_CONTEXT, runner.max_model_len - max(columns)))
     run = verify_stepper(runner, start, most)
-    target_costs = profile(run, rows, sorted(columns), time.perf_counter)
+    target_costs = profile(run, rows, sorted(columns), time.perf_counter, enough_s=_ENOUGH_S)
     for row in range(settings.max_num_seqs):
         runner.kv.free(row)
     if not drafts:

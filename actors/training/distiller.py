@@ -18,7 +18,7 @@ from paceline.actors.engine.model_loader import load_tokenizer, resolve_device
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.adapters import Adapters, load_state
 from paceline.actors.training.batches import Batch, plain_tokens
-from paceline.actors.training.deepspeed_setup import engine_config, training_dtype, zero_stage
+from paceline.actors.training.deepspeed_config import engine_config, training_dtype, zero_stage
 from paceline.actors.training.eagle import FULL, STEPS, Effort, eagle_objective
 from paceline.actors.training.forward import (
     load_trainable,

@@ -14,7 +14,7 @@ from paceline.actors.engine.model_loader import resolve_device
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.adapters import load_state
 from paceline.actors.training.batches import Batch, make_batch, usable, within
-from paceline.actors.training.deepspeed_setup import training_dtype
+from paceline.actors.training.deepspeed_config import training_dtype
 from paceline.actors.training.eagle import STEPS
 from paceline.actors.training.forward import load_trainable, score_positions, trains_on
 from paceline.actors.training.settings import ScorerSettings

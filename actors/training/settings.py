@@ -75,7 +75,7 @@ class DistillerSettings:
         lora_rank: of an adapter.
         lora_alpha: its scale times its rank.
         lora_embeddings: whether embeddings, and a head tied to them, are adapted too.
-        zero_stage: see :func:`paceline.actors.training.deepspeed_setup.zero_stage`.
+        zero_stage: see :func:`paceline.actors.training.deepspeed_config.zero_stage`.
         average_decay: of the running mean of the weights, which is the candidate; 0 takes the last
             weights.
         target_path: folder of the target, of which EAGLE drafts read embedding and head.

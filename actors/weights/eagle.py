@@ -15,13 +15,12 @@ import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from paceline.actors.weights.checkpoint import (
     ModelError,
@@ -35,6 +34,9 @@ from paceline.actors.weights.target_ends import (
     read_target_ends,
     read_tensors,
 )
+
+if TYPE_CHECKING:  # transformers' models take seconds to import, which a registry need not
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 MODEL_TYPE = "eagle"
 VOCABULARY = "vocabulary"
@@ -101,6 +103,8 @@ class EagleDraft(nn.Module):
             mark: of the target.
             draft_vocabulary: D, tokens that the draft proposes from.
         """
+        from transformers import AutoModel
+
         super().__init__()
         self.config, self.mark = config, mark
         hidden = int(config.hidden_size)
@@ -193,7 +197,7 @@ def with_basis(draft: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Te
     return {**state, BASIS: torch.zeros_like(draft.basis)}
 
 
-Draft = PreTrainedModel | EagleDraft
+Draft: TypeAlias = "PreTrainedModel | EagleDraft"
 """A draft with weights of its own: a causal LM, or one made from the target."""
 
 
@@ -347,6 +351,8 @@ def trunk_config(folder: str | Path) -> PreTrainedConfig:
         ModelError: the folder holds something else.
         OSError: there is no such folder.
     """
+    from transformers import AutoConfig
+
     trunk = dict(_facts(Path(folder))["trunk"])
     return AutoConfig.for_model(trunk.pop("model_type"), **trunk)
 

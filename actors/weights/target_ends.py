@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 
 from paceline.actors.weights.checkpoint import (
     ModelError,
@@ -26,6 +26,9 @@ from paceline.actors.weights.checkpoint import (
     weight_files,
 )
 from paceline.actors.weights.codes import give_codes, read_codes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _SIZES = ("hidden_size", "vocab_size")

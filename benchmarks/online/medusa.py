@@ -32,7 +32,7 @@ from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
 from paceline.actors.replay.record import MAX_LENGTH, ReplayRecord
 from paceline.actors.speculation.medusa import HeadsConfig, MedusaHeads, save_heads
-from paceline.actors.training.deepspeed_setup import training_dtype
+from paceline.actors.training.deepspeed_config import training_dtype
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.medusa import (
     HeadTrainingSettings,

@@ -278,7 +278,7 @@ def _check_training(config: PacelineConfig) -> None:
     import torch  # a second of work that only these settings need
 
     from paceline.actors.engine.model_loader import resolve_device
-    from paceline.actors.training.deepspeed_setup import training_dtype, zero_stage
+    from paceline.actors.training.deepspeed_config import training_dtype, zero_stage
 
     device = resolve_device(config.target.device)
     try:

@@ -11,7 +11,7 @@ from transformers import GPT2Config, LlamaConfig
 from paceline.actors import processor
 from paceline.actors.engine import model_loader
 from paceline.actors.engine.model_loader import resolve_dtype, target_dtype
-from paceline.actors.training.deepspeed_setup import training_dtype
+from paceline.actors.training.deepspeed_config import training_dtype
 
 _CPU = torch.device("cpu")
 

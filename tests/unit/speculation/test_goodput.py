@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Mapping
 
@@ -591,6 +592,19 @@ def test_profile_takes_the_best_of_several_timings() -> None:
     assert table == {(1, 1): 1.0, (2, 1): 1.0}
     assert grid_points(1) == [1]
     assert grid_points(6) == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize(("enough_s", "turns"), [(0.0, 2), (3.5, 2), (4.5, 3), (math.inf, 4)])
+def test_a_profile_ends_after_two_turns_if_they_took_long(enough_s: float, turns: int) -> None:
+    calls: list[int] = []
+    profile(
+        lambda _r, column: calls.append(column),
+        (1,),
+        (1, 2),
+        lambda: float(len(calls)),
+        enough_s=enough_s,
+    )
+    assert len(calls) == 2 * turns
 
 
 def test_profile_bears_a_slow_moment() -> None:
