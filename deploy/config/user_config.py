@@ -12,6 +12,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field, ValidationError
 
+from paceline.actors.engine.target_handle import TargetStatus
 from paceline.cluster.section import Count, Fraction, Seconds, Section
 from paceline.deploy.config.config import explain
 
@@ -67,6 +68,13 @@ class UserConfigStatus:
 
     changed: Mapping[str, object]
     refused: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeteredTargetStatus(TargetStatus):
+    """Status of a target replica, and what its ``user_config`` has changed."""
+
+    user_config: UserConfigStatus
 
 
 class UserConfigState(Generic[ConfigT]):

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
 from ray.serve import metrics
 
 from paceline.actors.engine.target import TargetReplica
-from paceline.actors.engine.target_handle import TargetStatus
-from paceline.deploy.config.user_config import TargetUserConfig, UserConfigState, UserConfigStatus
+from paceline.deploy.config.user_config import (
+    MeteredTargetStatus,
+    TargetUserConfig,
+    UserConfigState,
+)
 from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample
 from paceline.deploy.monitoring.samples import pool_samples, target_samples
 from paceline.deploy.monitoring.vllm import ReplicaMetrics, replica_metrics
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeteredTargetStatus(TargetStatus):
-    """Status of a target replica, and what its ``user_config`` has changed."""
-
-    user_config: UserConfigStatus
 
 
 class MeteredTarget(TargetReplica):

@@ -219,6 +219,18 @@ def test_light_actors_do_not_import_torch() -> None:
     assert done.stdout == "set()\n"
 
 
+def test_what_starts_first_does_not_import_models() -> None:
+    """Command and registry: transformers' models take five seconds, which every start would."""
+    modules = "paceline.deploy.app, paceline.deploy.config.user_config, paceline.cluster.supervisor"
+    heavy = "{'transformers.modeling_utils', 'paceline.actors.engine.build'}"
+    code = (
+        f"import sys, {modules}, paceline.actors.weights.registry; "
+        f"print({heavy} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_ray_s_classes_have_the_methods_that_the_sink_calls() -> None:
     from ray.util import metrics
 
