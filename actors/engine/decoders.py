@@ -205,13 +205,19 @@ def _check_config(config: PreTrainedConfig, capacity: int) -> None:
 def _check_modules(
     model: PreTrainedModel, shapes: list[tuple[int, int]], tokens: Tensor, capacity: int
 ) -> Tensor:
-    """Return a model's logits, see _probe; refuse one whose modules do not give its own here.
+    """Compute a probe's logits by the model's modules, with the engine's attention.
 
     Args:
         model: causal LM with the engine's attention.
         shapes: per layer (key/value heads, head dimension).
         tokens: int64 ``[1, T]``.
         capacity: positions per row.
+
+    Returns:
+        ``[2, T, V]``, see _probe.
+
+    Raises:
+        ValueError: they are not the model's own, or a part of it does not reach the engine.
     """
     config = model.config
     try:

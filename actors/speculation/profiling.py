@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -27,7 +28,7 @@ from paceline.actors.weights.slots import is_candidate
 
 _PROFILED_CONTEXT = 128  # tokens
 _PROFILED_PROMPT = 64  # tokens
-_ENOUGH_S = 2.0  # of the target's profile: a server must start
+_ENOUGH_S = 2.0  # of the target's profile on CPUs: a server must start
 _ROLLOUT = 4  # draft steps of one call that are profiled together
 
 
@@ -130,7 +131,9 @@ def build_policy(
         columns |= {n + 1 for n in (2 * most, 4 * most) if n < runner.max_model_len}
     start = max(0, min(_PROFILED_CONTEXT, runner.max_model_len - max(columns)))
     run = verify_stepper(runner, start, most)
-    target_costs = profile(run, rows, sorted(columns), time.perf_counter, enough_s=_ENOUGH_S)
+    # On GPUs only the third turn and later ones replay graphs, as rounds do.
+    enough_s = _ENOUGH_S if runner.device.type == "cpu" else math.inf
+    target_costs = profile(run, rows, sorted(columns), time.perf_counter, enough_s=enough_s)
     for row in range(settings.max_num_seqs):
         runner.kv.free(row)
     if not drafts:

@@ -197,7 +197,7 @@ def with_basis(draft: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Te
     return {**state, BASIS: torch.zeros_like(draft.basis)}
 
 
-Draft: TypeAlias = "PreTrainedModel | EagleDraft"
+Draft: TypeAlias = "PreTrainedModel | EagleDraft"  # in annotations alone
 """A draft with weights of its own: a causal LM, or one made from the target."""
 
 

@@ -24,7 +24,7 @@ from paceline.actors.weights.checkpoint import (
     read_causal_lm,
     tied_names,
 )
-from paceline.actors.weights.eagle import is_eagle, published_dtype, read_draft
+from paceline.actors.weights.eagle import is_eagle, published_dtype
 
 _CARRIERS: dict[torch.dtype, tuple[str, torch.dtype]] = {
     # dtype: its name, and a dtype of the same width in numpy
@@ -147,7 +147,7 @@ def load_model(folder: str | Path) -> FlatWeights:
         safetensors.SafetensorError: a broken file.
     """
     if is_eagle(folder):
-        state = read_draft(folder).state_dict()
+        state = load_file(Path(folder) / "model.safetensors")  # without transformers' models
         return flatten({name: t.to(published_dtype(t)) for name, t in state.items()})
     model = read_causal_lm(folder)
     left_out = end_names(model) if has_shared_head(model.config) else tied_names(model)

@@ -1,4 +1,4 @@
-"""Pictures of docs/results.md: curves of acceptance by topic, and matrices of shifts."""
+"""Pictures of docs/small-target.md: curves of acceptance by topic, and matrices of shifts."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ from paceline.deploy.app import RunningApp
 from paceline.deploy.config.config import load_config
 from paceline.deploy.demo.prompts import generate
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+# tests/unit/speculation/pool has the same over sockets.
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(240)]
 EXPERTS = ("general", "sql")
 ASKED = [
     (expert, prompt)
@@ -131,7 +132,6 @@ def test_answers_are_the_targets_own_and_drafts_come_from_the_pool(
         assert facts["experts"][expert]["answered"] > 10
 
 
-@pytest.mark.full
 def test_an_expert_pulls_new_weights_and_the_initial_ones_stay(
     running: RunningApp, plain: list[list[int]]
 ) -> None:
@@ -158,7 +158,6 @@ def test_an_expert_pulls_new_weights_and_the_initial_ones_stay(
     assert sum(accepted(answers).values()) > 0
 
 
-@pytest.mark.full
 def test_a_stopped_expert_costs_speed_only_and_rejoins_by_itself(
     running: RunningApp, plain: list[list[int]]
 ) -> None:
@@ -220,7 +219,6 @@ def load(running: RunningApp, plain: list[list[int]]) -> Iterator[None]:
     assert all(texts == plain for texts in passes)
 
 
-@pytest.mark.full  # a minute; a lost expert is tested in one process, too
 def test_kill_9_of_experts_fails_no_request_and_they_propose_again(
     running: RunningApp, plain: list[list[int]]
 ) -> None:

@@ -27,7 +27,7 @@ from paceline.actors.weights.registry import WeightRegistry
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.cluster.session import ray_session, thread_environment
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.full]
 
 TOPICS = ("sql", "general")
 

@@ -112,7 +112,7 @@ def published(
     return found
 
 
-@pytest.mark.parametrize("similar", [1.0, 0.7])
+@pytest.mark.parametrize("similar", [pytest.param(1.0, marks=pytest.mark.full), 0.7])
 @pytest.mark.parametrize("spread", [0.05, 0.1, 0.2])
 def test_all_looks_together_hardly_ever_publish_without_a_gain(
     spread: float, similar: float

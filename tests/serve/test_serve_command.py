@@ -208,7 +208,8 @@ def test_a_signal_to_everything_that_runs_ends_it_within_seconds(write_config: W
     assert_gone(started)
 
 
-@pytest.mark.parametrize("after_s", [pytest.param(0.0, marks=pytest.mark.full), 1.3])
+@pytest.mark.full
+@pytest.mark.parametrize("after_s", [0.0, 1.3])
 def test_a_signal_to_everything_during_the_start_ends_it_within_seconds(
     write_config: Write, after_s: float
 ) -> None:
@@ -224,6 +225,7 @@ def test_a_signal_to_everything_during_the_start_ends_it_within_seconds(
     assert_gone(started)
 
 
+@pytest.mark.full
 def test_a_learning_actor_that_cannot_start_is_an_error_and_not_a_silence(
     write_config: Write, tmp_path: Path
 ) -> None:

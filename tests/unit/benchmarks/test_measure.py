@@ -165,7 +165,10 @@ class Named:
 
 
 @pytest.mark.parametrize("topics", [1, 2, 3, 4])
-def test_no_variant_is_always_first_with_a_topic(topics: int) -> None:
+def test_no_variant_is_always_first_with_a_topic(
+    topics: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding.gc, "collect", lambda: None)  # of all that other tests have made
     one = prompts.Prompt("p", "", ())
     blocks = [decoding.Block(i, str(i % topics), (one,)) for i in range(1, 4 * topics + 1)]
     ran: list[str] = []
@@ -174,7 +177,7 @@ def test_no_variant_is_always_first_with_a_topic(topics: int) -> None:
     assert len(firsts) == 2 * topics
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_all_variants_give_the_same_greedy_answers(batch: int) -> None:
     """The real engine and the real peers over one tiny target, through one cell."""
     target = tiny_llama(1, vocab=300)

@@ -189,7 +189,9 @@ def test_a_packaged_folder_without_weights_is_refused_in_a_line(
     assert list(cache.iterdir()) == []
 
 
-@pytest.mark.parametrize("fault", ["hash", "absent", "broken"])
+@pytest.mark.parametrize(
+    "fault", ["hash", "absent", pytest.param("broken", marks=pytest.mark.full)]
+)
 def test_a_failure_is_one_line_and_leaves_nothing(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:

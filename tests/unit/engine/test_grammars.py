@@ -73,8 +73,8 @@ def law_of_answers(
 @pytest.mark.parametrize(
     ("kind", "grammar", "top_p", "support"),
     [
-        ("unseeded", WORDS, 1.0, 4),
-        ("seeded", WORDS, 1.0, 4),
+        pytest.param("unseeded", WORDS, 1.0, 4, marks=pytest.mark.full),
+        pytest.param("seeded", WORDS, 1.0, 4, marks=pytest.mark.full),
         pytest.param("mixed", WORDS, 1.0, 4, marks=pytest.mark.full),
         pytest.param("unseeded", CODE, 1.0, 4, marks=pytest.mark.full),
         pytest.param("unseeded", WORDS, 0.8, 4, marks=pytest.mark.full),

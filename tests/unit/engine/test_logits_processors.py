@@ -73,7 +73,7 @@ def _crowd(rules: dict[str, Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("k", [pytest.param(0, marks=pytest.mark.full), 4])
 @pytest.mark.parametrize(
     ("own", "theirs"),
     [

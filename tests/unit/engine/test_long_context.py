@@ -90,7 +90,9 @@ def prompt_of(length: int) -> list[int]:
     return [1] + [(i * 37 + length) % 290 + 5 for i in range(length - 1)]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt_neox", pytest.param("qwen3", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("rope", [YARN, LINEAR, DYNAMIC], ids=["yarn", "linear", "dynamic"])
 def test_rows_beyond_the_configs_length_equal_generate(
     tmp_path: Path, name: str, rope: dict[str, Any]

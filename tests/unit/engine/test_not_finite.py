@@ -90,7 +90,7 @@ def memory_is_finite(engine: Engine) -> bool:
 
 
 @pytest.mark.parametrize(("make", "dtype"), TARGETS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 0.8])
 def test_it_fails_alone_and_later_requests_answer_as_ever(
     make: Any, dtype: torch.dtype, temperature: float
 ) -> None:

@@ -162,10 +162,10 @@ def test_a_seed_fixes_the_text_with_and_without_drafts(target: Path, draft: Path
 @pytest.mark.parametrize(
     ("kind", "filters", "rolls_out"),
     [
-        ("unseeded", {}, True),
+        pytest.param("unseeded", {}, True, marks=pytest.mark.full),
         pytest.param("unseeded", {"top_p": 0.8}, True, marks=pytest.mark.full),
         pytest.param("unseeded", {"top_k": 4, "min_p": 0.05}, False, marks=pytest.mark.full),
-        ("seeded", {"top_p": 0.8}, True),
+        pytest.param("seeded", {"top_p": 0.8}, True, marks=pytest.mark.full),
         pytest.param("mixed", {}, False, marks=pytest.mark.full),
         ("mixed", {"top_k": 4, "min_p": 0.05}, True),
     ],

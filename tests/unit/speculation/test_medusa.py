@@ -213,7 +213,7 @@ def test_a_seed_fixes_the_text_whatever_the_heads_draft() -> None:
     assert all(tokens == given[0] for tokens in given)
 
 
-@pytest.mark.parametrize("kind", ["unseeded", "mixed"])
+@pytest.mark.parametrize("kind", [pytest.param("unseeded", marks=pytest.mark.full), "mixed"])
 def test_samples_follow_the_target_distribution(kind: str) -> None:
     """Chi-square over 1,500 answers, two tokens a round from heads of a cut support.
 

@@ -172,7 +172,7 @@ def test_beside_a_pool_answers_are_the_same(draft_ahead: DraftAheadMode) -> None
     assert sum(version.accepted_tokens for version in counts.versions.values()) > 0
 
 
-@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("seeded", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_sampled_answers_keep_the_target_distribution(seeded: bool) -> None:
     """Chi-square over 2,000 answers of four tokens behind a prompt that repeats itself."""
     vocab, count, prompt, temperature = 7, 2000, [3, 5, 4, 3, 5], 1.2

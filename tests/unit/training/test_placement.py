@@ -125,7 +125,7 @@ def test_a_pretended_gpu_refuses_what_a_gpu_refuses() -> None:
                 call()
 
 
-SLOW = ("seeded", "penalised")
+SLOW = ("seeded", "penalised", "unseeded")
 
 
 @pytest.mark.parametrize(

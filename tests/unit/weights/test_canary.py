@@ -103,7 +103,7 @@ def early_decisions(traffic: Traffic, gain: float, share: float) -> Counter[Cana
     return found
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.1, marks=pytest.mark.full), 0.5])
 @pytest.mark.parametrize("traffic", TRAFFIC, ids=str)
 def test_looks_at_every_request_err_no_more_often_than_they_may(
     traffic: Traffic, share: float

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from paceline.deploy.config.config import MODELS_DIR
 from paceline.deploy.monitoring.catalogue import BY_NAME, Metric
 from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample
 
@@ -220,14 +221,16 @@ def test_light_actors_do_not_import_torch() -> None:
 
 
 def test_what_starts_first_does_not_import_models() -> None:
-    """Command and registry: transformers' models take five seconds, which every start would."""
+    """Command and registry, back to the shipped draft too: transformers' take five seconds."""
     modules = "paceline.deploy.app, paceline.deploy.config.user_config, paceline.cluster.supervisor"
     heavy = "{'transformers.modeling_utils', 'paceline.actors.engine.build'}"
     code = (
         f"import sys, {modules}, paceline.actors.weights.registry; "
-        f"print({heavy} & set(sys.modules))"
+        "from paceline.actors.weights.flat_weights import load_model; "
+        f"assert load_model(sys.argv[1]).index; print({heavy} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code, str(MODELS_DIR / "draft-smollm2")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
 
