@@ -25,3 +25,8 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file by a text in UTF-8, see :func:`replace_file`."""
+    replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))

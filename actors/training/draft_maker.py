@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.actors.atomic_file import replace_file
+from paceline.actors.atomic_file import replace_file, replace_text
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.engine.model_loader import load_tokenizer, resolve_device
@@ -402,7 +402,7 @@ class DraftMaker:
         facts = {"elapsed_s": self._elapsed, "generated_s": self._generated} | self._origin()
         text = json.dumps(facts) + "\n"
         path = self._work / "state.json"
-        replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+        replace_text(path, text)
 
     def _origin(self) -> dict[str, Any]:
         """What must be the same in every run."""

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.actors.atomic_file import replace_file
+from paceline.actors.atomic_file import replace_text
 from paceline.actors.handles import RemoteMethod, remote_method
 from paceline.actors.replay.purges import Purges
 from paceline.actors.replay.record import RecordError, belongs, decode
@@ -425,7 +425,7 @@ class Scorer:
             text = json.dumps(self._scoring.export())
             try:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(self._file, lambda partial: partial.write_text(text, "utf-8"))
+                replace_text(self._file, text)
             except OSError:
                 logger.warning("the routing table was not saved", exc_info=True)
 

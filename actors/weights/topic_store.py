@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.actors.atomic_file import replace_file
+from paceline.actors.atomic_file import replace_text
 from paceline.actors.weights.flat_weights import FlatWeights, load_safetensors, save_safetensors
 from paceline.actors.weights.history import (
     HISTORY_NAME,
@@ -58,7 +58,7 @@ class WeightFiles:
         """Replace the manifest atomically."""
         text = json.dumps(finite(manifest), allow_nan=False)
         path = self._folder(topic) / "manifest.json"
-        replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+        replace_text(path, text)
 
     def versions(self, topic: str) -> list[int]:
         """Versions that have files, ascending."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from paceline.actors.atomic_file import replace_file
+from paceline.actors.atomic_file import replace_file, replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -139,9 +139,7 @@ def write_catalogue(directory: str | Path, catalogue: TopicCatalogue) -> None:
         replace_file(folder / name, lambda partial: save_file(_contiguous(head), partial))
         content["router"] = {"file": name, "facts": head.facts}
     text = json.dumps(content, allow_nan=False, indent=1)
-    replace_file(
-        folder / CATALOGUE_NAME, lambda partial: partial.write_text(text, encoding="utf-8")
-    )
+    replace_text(folder / CATALOGUE_NAME, text)
     for old in folder.glob(_HEAD.format(revision="*")):
         if head is not None and old.name != content["router"]["file"]:
             old.unlink(missing_ok=True)
