@@ -14,6 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from decoding import answers
 from harness import arguments, say
 from models import DRAFT, SMALL, TARGET, file_hash, find_models, load_engine, model_hashes
 from prompts import Prompt, mark_of, source_of, training_prompts
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging
 
+from paceline.actors.atomic_file import replace_file
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_tokenizer
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
@@ -103,11 +106,21 @@ class Offline:
 
 
 def distil(
-    records: Sequence[ReplayRecord], distiller: Distiller, offline: Offline
+    records: Sequence[ReplayRecord],
+    distiller: Distiller,
+    offline: Offline,
+    kept: Path | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Weights that are best on held-out records, and how they were found.
 
     ``looks`` are evaluations: micro-steps, share of the learning rate, held-out acceptance.
+
+    Args:
+        records: of one topic or of several.
+        distiller: at the weights to begin with.
+        offline: see Offline.
+        kept: file of the best weights so far, written at every look. If it is there, training goes
+            on from them with a fresh optimizer.
 
     Raises:
         ValueError: too few records.
@@ -119,8 +132,13 @@ def distil(
         draft = distiller.served(state)
         return float(score_records(draft, held_out, max_length=min(MAX_LENGTH, length)).mean())
 
-    best, best_value, rate, waited, spent = distiller.state_dict(), evaluate(None), 1.0, 0, 0.0
-    looks = [[0, rate, round(best_value, 5)]]
+    if kept is not None and kept.exists():
+        best, (best_value, rate, waited, spent, looks) = _read_progress(kept)
+        distiller.reset(best)
+        distiller.scale_rate(rate)
+    else:
+        best, best_value, rate, waited, spent = distiller.state_dict(), evaluate(None), 1.0, 0, 0.0
+        looks = [[0, rate, round(best_value, 5)]]
     limit_s = float("inf") if offline.max_seconds is None else offline.max_seconds
     while rate >= offline.least_rate and looks[-1][0] < offline.max_steps and spent < limit_s:
         steps, began = 0, time.perf_counter()
@@ -137,12 +155,23 @@ def distil(
             rate, waited = rate / 3.0, 0
             distiller.reset(best)
             distiller.scale_rate(rate)
+        if kept is not None:
+            say(f"{looks[-1][0]} micro-steps: {value:.4f} on held-out records")
+            progress = json.dumps([best_value, rate, waited, spent, looks])
+            replace_file(kept, partial(save_file, best, metadata={"progress": progress}))
     return best, {
         "held_out_acceptance": best_value,
         "records": len(records),
         "looks": looks,
         "converged": rate < offline.least_rate,
     }
+
+
+def _read_progress(kept: Path) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """Best weights; their value, share of the rate, looks without a gain, seconds, all looks."""
+    with safe_open(kept, framework="pt") as tensors:
+        weights = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        return weights, json.loads(tensors.metadata()["progress"])
 
 
 def records_of(engine: Engine, prompts: Sequence[Prompt], max_tokens: int) -> list[ReplayRecord]:

@@ -265,11 +265,18 @@ class Lab:
             **more,
         }
 
+    def kept(self, name: str, settings: Mapping[str, Any]) -> Path:
+        """File that a unit which takes long writes while it is made."""
+        return self.store.path(self._named(name), settings, ".safetensors")
+
     def unit(
         self, name: str, settings: Mapping[str, Any], make: Callable[[], dict[str, Any]] | None
     ) -> dict[str, Any] | None:
         """A unit from disk, else from ``make`` if there is one."""
-        named = f"{Path(self.target).name}-{source_of(self.data)}-{name}"
+        named = self._named(name)
         if make is None:
             return self.store.find(named, settings)
         return self.store.unit(named, settings, make)
+
+    def _named(self, unit: str) -> str:
+        return f"{Path(self.target).name}-{source_of(self.data)}-{unit}"

@@ -132,17 +132,18 @@ def ceiling(lab: Lab, topic: str, offline: Offline, *, run: bool = True) -> Unit
 
     ``test``: scores per test prompt; ``test_counts``: counts of the test served.
     """
-    most = lab.sizes.ceiling
+    name, most = f"ceiling-{topic}", lab.sizes.ceiling
     settings = lab.settings([topic], {"offline": asdict(offline), "prompts_at_most": most})
 
     def make() -> Unit:
         distiller = Distiller(str(lab.draft), lab.trainer([topic]).distiller)
-        state, facts = distil(lab.stream_records(topic, most), distiller, offline)
+        kept = lab.kept(name, settings)
+        state, facts = distil(lab.stream_records(topic, most), distiller, offline, kept)
         test = lab.test_records(topic)
         counts = counts_of(lab.replayed(lab.evaluator.agreements(state, test)), test)
         return {"test": lab.scores(topic, state), "test_counts": counts, **facts}
 
-    return lab.unit(f"ceiling-{topic}", settings, make if run else None)
+    return lab.unit(name, settings, make if run else None)
 
 
 def frame_of(counts: Sequence[Sequence[float]]) -> pd.DataFrame:

@@ -314,6 +314,26 @@ def test_offline_training_keeps_the_best_weights_and_ends_without_gains(draft: P
         experts.distil(records[:1], distiller, offline)
 
 
+def test_offline_training_goes_on_where_it_was_stopped(draft: Path, tmp_path: Path) -> None:
+    records = [training_record(number) for number in range(60)]
+    distiller = Distiller(str(draft), DistillerSettings(learning_rate=5e-3, dtype="float32"))
+    whole = experts.Offline(8, steps_per_look=10, patience=2, max_steps=60)
+    kept = tmp_path / "kept.safetensors"
+    first, stopped = experts.distil(records, distiller, replace(whole, max_steps=20), kept)
+    distiller.reset(None)
+    _, facts = experts.distil(records, distiller, whole, kept)
+    assert facts["looks"][:3] == stopped["looks"]
+    assert [look[0] for look in facts["looks"]] == [0, 10, 20, 30, 40, 50, 60]
+    assert facts["held_out_acceptance"] >= stopped["held_out_acceptance"]
+    distiller.reset(None)
+    again, same = experts.distil(records, distiller, replace(whole, max_steps=20), kept)
+    assert same["looks"] == facts["looks"]  # it was over
+    assert again.keys() == first.keys()
+    _, held_out = experts.split_records(records, 0.1)
+    scores = score_records(distiller.served(again), held_out, max_length=512)
+    assert scores.mean() == pytest.approx(facts["held_out_acceptance"])
+
+
 def test_a_broken_promise_of_invariance_is_a_fault() -> None:
     def result(numerics: str, differ: int) -> dict[str, object]:
         ways = {"off, 8 at once": 0, "on, 8 at once": differ}
