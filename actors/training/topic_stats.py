@@ -54,7 +54,7 @@ class LiveStats:
         return began
 
     def published(self, topic: str, version: int) -> None:
-        """A version is on trial since: what was fetched before must not make it rolled back."""
+        """A version is on trial since: what was fetched before does not know it."""
         own = replace(self._status(topic), candidate=version, canary_requests=0, restored_from=None)
         self._live = {**self._live, topic: own}
 
@@ -78,10 +78,14 @@ class LiveStats:
         """The version on trial, None without one."""
         return self._status(topic).candidate
 
+    def is_current(self, topic: str, version: int) -> bool:
+        """Whether a version is stable or on trial, as far as is known."""
+        status = self._live.get(topic)
+        return status is None or version in (status.stable, status.candidate)
+
     def rolled_back(self, topic: str, version: int) -> bool:
         """Whether a version was on trial and has been rolled back."""
-        status = self._live.get(topic)
-        return status is not None and version > status.stable and version != status.candidate
+        return not self.is_current(topic, version) and version > self.stable(topic)
 
     def undecided(self, topic: str) -> bool:
         """Whether a trial is under way that a new candidate must not replace.

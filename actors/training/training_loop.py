@@ -256,7 +256,7 @@ class TrainingLoop:
     def _may_publish(self, candidate: Candidate) -> bool:
         """Whether the registry takes a candidate of this topic now."""
         self._update_live_stats()
-        if self._live.rolled_back(candidate.topic, candidate.version):  # the next round follows
+        if not self._live.is_current(candidate.topic, candidate.version):  # the next round follows
             self._update(state="rolled back")
             return False
         if self._live.undecided(candidate.topic):  # a new candidate would throw evidence away
@@ -372,6 +372,8 @@ class TrainingLoop:
             held_out, self._steps.wait_for_permit
         )
         self._client.release_permit()
+        if not self._may_publish(candidate):  # what it was compared with may be served no more
+            return
         looks = self._topics.state(candidate.topic).counts.rejections + 1
         decision = decide(scores, served, self._settings.gate, earlier=tests, looks=looks)
         facts: Decision = {

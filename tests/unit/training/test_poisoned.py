@@ -20,7 +20,7 @@ from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.cooldown import CandidateRefusedError
 from paceline.actors.weights.draft_outcomes import DraftOutcome
-from paceline.actors.weights.flat_weights import FlatWeights, flatten
+from paceline.actors.weights.flat_weights import FlatWeights, flatten, load_model
 from paceline.actors.weights.registry import WeightRegistry
 
 SHARE = 0.25
@@ -241,6 +241,37 @@ def test_a_rollback_in_the_midst_of_a_round_is_followed_and_counts(
     assert again["served_expected_acceptance"] == pytest.approx(
         first["served_expected_acceptance"], abs=0.1
     )
+
+
+@pytest.mark.usefixtures("deepspeed")
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_an_operator_has_rolled_back_is_neither_a_measure_nor_followed(
+    draft: Path, tmp_path: Path, learns: bool
+) -> None:
+    """A candidate that was compared with withdrawn weights is not published nor rejected."""
+    client = filled(tmp_path)
+    registry = client.registry
+    assert registry is not None
+    for _ in range(2):
+        registry.publish("sql", load_model(draft), {})
+    loop = make_loop(trainer_settings(draft, round_seconds=0.3), client)
+    if not learns:
+        loop.candidate("sql").scale_rate(1e-6)
+
+    def permit() -> bool:
+        if loop.progress.state == "evaluating" and registry.stable_versions()["sql"] == 2:
+            assert registry.roll_back("sql", 1, 2) == 3
+        return True
+
+    client.permitted = permit
+    known = len(registry.history("sql"))
+    assert loop.run_round()
+    assert [d["outcome"] for d in registry.history("sql")[known:]] == ["rolled_back"]
+    assert loop.progress.state == "rolled back"
+    assert loop._topics.state("sql").counts.rejections == 0
+    bring(client, 5)
+    assert loop.run_round()
+    assert loop.candidate("sql").version >= 3
 
 
 @pytest.mark.usefixtures("deepspeed")

@@ -47,11 +47,18 @@ def test_a_silent_shard_has_not_started_again() -> None:
     assert new_records("sql", "sql") == 0
 
 
-def test_a_version_that_was_just_published_is_not_taken_for_a_rolled_back_one() -> None:
+def test_a_version_that_was_just_published_is_current_until_the_registry_says_otherwise() -> None:
     live = LiveStats(["sql"], DriftSettings())
+    assert live.is_current("sql", 7)  # nothing is known
     live.update({"sql": TopicStatus()})
     live.published("sql", 1)
-    assert not live.rolled_back("sql", 1)
+    assert live.is_current("sql", 1)
+    assert live.is_current("sql", 0)
     assert not live.undecided("sql")
     live.update({"sql": TopicStatus()})
+    assert not live.is_current("sql", 1)
     assert live.rolled_back("sql", 1)
+    live.update({"sql": TopicStatus(stable=2)})  # the weights of version 0 again
+    assert not live.is_current("sql", 1)
+    assert not live.is_current("sql", 0)
+    assert not live.rolled_back("sql", 1)
