@@ -124,8 +124,15 @@ def roll_back(
                 ) from error
             time.sleep(_POLL_S)
         else:
-            _wait_for_rollout(url, topic, answer["weight_version"])
-            echo(f"{topic}: stable is version {answer['weight_version']}")
+            stable = answer["weight_version"]
+            _wait_for_rollout(url, topic, stable)
+            if version is not None:
+                how = f"with the weights of version {version}"
+            elif stable < expected:
+                how = f"candidate {expected} is withdrawn"
+            else:  # numbers never fall
+                how = "with the weights of the one before"
+            echo(f"{topic}: stable is version {stable}, {how}")
             return
 
 

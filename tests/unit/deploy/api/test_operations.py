@@ -363,7 +363,7 @@ def test_the_commands_say_what_came_of_it(asked: World) -> None:
     asked.handles["general"].dead = True
     assert not operations_command.purge("u", None, None, say)
     assert said == [
-        "sql: stable is version 3",
+        "sql: stable is version 3, with the weights of the one before",
         "sql: 1 removed",
         "general: does not answer, try again",
         "(replicas): 5 removed",
@@ -385,7 +385,11 @@ def test_a_rollback_succeeds_only_if_every_replica_takes_it(
     assert said == []
     asked.behind.clear()
     operations_command.roll_back("u", "sql", 1, said.append)
-    assert said == ["sql: stable is version 4"]
+    assert said == ["sql: stable is version 4, with the weights of version 1"]
+    asked.registry._canary = CanarySettings()
+    asked.publish(5.0)
+    operations_command.roll_back("u", "sql", None, said.append)
+    assert said[1:] == ["sql: stable is version 4, candidate 5 is withdrawn"]
 
 
 @pytest.mark.parametrize("canary", [False, True])
