@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,18 @@ def test_learning_survives_the_death_of_either_rank(tmp_path: Path) -> None:
         versions: dict[str, int] = ray.get(registry.stable_versions.remote(), timeout=5)
         return sum(versions.values())
 
+    further = count(1_000)
+
     def grows() -> None:
-        before = eventually(version) if version() else 0
-        ray.get(
-            [
-                shard.insert.remote(encode(training_record(n, created=time.time())))
-                for n in range(before * 100, before * 100 + 20)
-            ]
-        )
-        eventually(lambda: version() > before)
+        """While records come: after a round too short to gain the trainer waits for them."""
+        before = version()
+
+        def is_newer() -> bool:
+            record = encode(training_record(next(further), created=time.time()))
+            ray.get(shard.insert.remote(record))
+            return version() > before
+
+        eventually(is_newer)
 
     def status() -> TrainerStatus:
         facts: TrainerStatus = ray.get(trainer.status.remote(), timeout=5)
