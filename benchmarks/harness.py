@@ -31,6 +31,8 @@ import transformers
 from numpy.typing import NDArray
 from scipy import stats
 
+from paceline.actors.atomic_file import replace_text
+
 FILLS = 3  # prompts of a block for each request in flight
 
 Item = TypeVar("Item")
@@ -260,9 +262,7 @@ class Store:
         """Write a result atomically; return it as it will be read again."""
         kept = {"name": name, "settings": settings, "result": result}
         path = self.path(name, settings)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        partial.replace(path)
+        replace_text(path, json.dumps(kept, indent=1, allow_nan=False) + "\n")
         return dict(json.loads(path.read_text(encoding="utf-8"))["result"])
 
 

@@ -143,7 +143,8 @@ def load_model(folder: str | Path) -> FlatWeights:
 
     Raises:
         OSError: there is no model.
-        ModelError: a tensor is missing or of another shape.
+        ModelError: a causal LM lacks a tensor, or has one of another shape; an EAGLE draft is not
+            compared with its config here.
         safetensors.SafetensorError: a broken file.
     """
     if is_eagle(folder):

@@ -52,6 +52,7 @@ def test_a_version_that_was_just_published_is_current_until_the_registry_says_ot
     assert live.is_current("sql", 7)  # nothing is known
     live.update({"sql": TopicStatus()})
     live.published("sql", 1)
+    assert not live.rolled_back("sql", 1)
     assert live.is_current("sql", 1)
     assert live.is_current("sql", 0)
     assert not live.undecided("sql")
