@@ -13,7 +13,7 @@ from paceline.actors.engine.native import library
 from paceline.actors.processor import has_tiles
 
 # What each has: vectors of four lanes; of eight; of sixteen; dot products of bfloat16, slower than
-# floats (Intel's) and faster (AMD's); tiles too. Those of eight lanes and more read codes.
+# floats (Intel's) and faster (AMD's); tiles too.
 PROCESSORS = {
     "x86-64": "-march=x86-64",
     "haswell": "-march=haswell",
@@ -23,8 +23,8 @@ PROCESSORS = {
     "amx": "-march=skylake-avx512 -mavx512bf16 -mamx-tile -mamx-bf16 -DPACELINE_MULTIPLY_ADDS "
     "-DPACELINE_TILES_ALLOWED",
 }
-WITH_CODES = tuple(PROCESSORS)[1:]  # of quantized checkpoints
-WITH_PAIRS = tuple(PROCESSORS)[2:]  # of bfloat16 in the cache of keys and values
+# Those that read codes, and keep bfloat16 in pairs in the cache of keys and values.
+WIDE = tuple(PROCESSORS)[1:]
 _CAN_RUN = {
     "x86-64": lambda: True,
     "haswell": torch.cpu._is_avx2_supported,

@@ -186,11 +186,13 @@ void attend_tile(const Attention& a, const int32_t* table, const T* keys, const 
   }
 }
 
-// The same for bfloat16 where a vector has 16 lanes, by pairs as products.h takes them: of two columns
-// for a score, and of two positions, whose weights are rounded to bfloat16 as transformers' modules do,
-// for a sum. A query's bits do not depend on the others. Sums that were inlined would not stay in
-// registers.
-constexpr int64_t kAtOnce = 4;  // queries
+// The same for bfloat16 where vectors have 8 lanes or more, by pairs as products.h takes them: of two
+// columns for a score, and of two positions, whose weights are rounded to bfloat16 as transformers'
+// modules do, for a sum. A query's bits do not depend on the others. Sums that were inlined would not
+// stay in registers.
+constexpr int64_t kAtOnce = 4;                    // queries
+constexpr int kChains = kLanes == 16 ? 2 : 1;     // of a score, as many as registers have room for
+constexpr int kColumnsAtOnce = kLanes == 16 ? 4 : 2;  // vectors of a sum
 using PairStep = Step<Bf16>;
 using PairInput = PairStep::Input;
 
@@ -200,20 +202,24 @@ __attribute__((noinline)) void score_pairs(const Bf16* keys, int64_t pairs,
                                            const Query<PairInput>* queries, int64_t at) {
   const PairInput* rotated[Q];
   for (int q = 0; q < Q; ++q) rotated[q] = queries[q].rotated;
-  Vector sums[2][Q][1] = {};
-  for (int64_t j = 0; j < pairs; j += 2)
+  Vector sums[kChains][Q][kParts] = {};
+  for (int64_t j = 0; j < pairs; j += kChains)
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-      const Pairs own[1] = {load<Pairs>(keys + 32 * (j + i))};
+    for (int i = 0; i < kChains; ++i) {
+      Pairs own[kParts];
+#pragma GCC unroll 2
+      for (int n = 0; n < kParts; ++n) own[n] = load<Pairs>(keys + 32 * (j + i) + 2 * kLanes * n);
       add_step<PairStep>(sums[i], own, rotated, 2 * (j + i));
     }
-  for (int q = 0; q < Q; ++q) {
-    const Vector sum = sums[0][q][0] + sums[1][q][0];
-    std::memcpy(queries[q].scores + at, &sum, sizeof sum);
-  }
+  for (int q = 0; q < Q; ++q)
+    for (int n = 0; n < kParts; ++n) {
+      Vector sum = sums[0][q][n];
+      if constexpr (kChains == 2) sum += sums[1][q][n];
+      std::memcpy(queries[q].scores + at + kLanes * n, &sum, sizeof sum);
+    }
 }
 
-// Adds weighted values of pairs of positions to the sums of Q queries, 16 * N columns.
+// Adds weighted values of pairs of positions to the sums of Q queries, N vectors of columns.
 template <int Q, int N>
 __attribute__((noinline)) void add_pairs(const Query<PairInput>* queries, int64_t at,
                                          const Bf16* values, int64_t dim, int64_t pairs,
@@ -228,7 +234,7 @@ __attribute__((noinline)) void add_pairs(const Query<PairInput>* queries, int64_
   for (int64_t p = 0; p < pairs; ++p, values += 2 * dim) {
     Pairs own[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) own[n] = load<Pairs>(values + 32 * n);
+    for (int n = 0; n < N; ++n) own[n] = load<Pairs>(values + 2 * kLanes * n);
     add_step<PairStep>(sums, own, weights, 2 * p);
   }
   for (int q = 0; q < Q; ++q) std::memcpy(queries[q].sum + column, sums[q], sizeof sums[q]);
@@ -410,9 +416,10 @@ inline void attend_tile_by_pairs(const Attention& a, const int32_t* table, const
     prefetch(a, table + begin, end - begin, keys, values, end - begin + column - begin);
     const int64_t pairs = std::max<int64_t>(0, std::min(stop, shared) - start) / 2;
     each_group(count, [&](int64_t q, auto some) {
+      constexpr int64_t whole = kColumnsAtOnce * kLanes;
       int64_t d = 0;
-      for (; d + 64 <= a.dim; d += 64)
-        add_pairs<some.value, 4>(queries + q, start, own, a.dim, pairs, d);
+      for (; d + whole <= a.dim; d += whole)
+        add_pairs<some.value, kColumnsAtOnce>(queries + q, start, own, a.dim, pairs, d);
       if (d < a.dim) add_pairs<some.value, 2>(queries + q, start, own, a.dim, pairs, d);
     });
     for (int64_t at = start + 2 * pairs; at < stop; at += 2)
@@ -453,7 +460,7 @@ struct PagedStates {
 constexpr int64_t kMostPaired = 256;
 
 template <class T>
-constexpr bool kMayPair = std::is_same_v<T, Bf16> && kLanes == 16;
+constexpr bool kMayPair = std::is_same_v<T, Bf16> && kLanes >= 8;
 
 // Whether heads are attended to by pairs.
 template <class T>

@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 import torch
-from processors import PROCESSORS, WITH_PAIRS, use_kernels_of
+from processors import PROCESSORS, WIDE, use_kernels_of
 from torch import Tensor
 
 from paceline.actors.engine.attention import StepContext, attend
@@ -37,7 +37,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 def has_pairs() -> bool:
     """Whether the kernels arrange bfloat16 in pairs."""
-    return bool(torch.cpu._is_avx512_supported())
+    return bool(torch.cpu._is_avx2_supported())
 
 
 class Case:
@@ -189,7 +189,7 @@ def test_other_processors_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_kernels_of(processor, monkeypatch)
-    monkeypatch.setitem(globals(), "has_pairs", lambda: processor in WITH_PAIRS)
+    monkeypatch.setitem(globals(), "has_pairs", lambda: processor in WIDE)
     test_the_kernel(heads, dim, 5, 20, dtype)
 
 
