@@ -105,7 +105,7 @@ bench-online: setup
 # there is kept.
 bench-proof: bench-online bench-shifts bench-speeds bench-grid bench-routes bench-medusa bench-traffic
 
-check: setup
+check: $(STAMPS)/packages
 	ruff check .
 	ruff format --check .
 	mypy -p paceline
@@ -120,13 +120,15 @@ format: setup
 SHARED_OUT := --numprocesses auto --maxprocesses 2 --dist loadfile
 
 # Each tier in a process of its own: what one sets (threads, environment) the next must not feel.
-test: check
+# Beside the checks, which use one core, the rest of the set-up.
+test: $(STAMPS)/packages
+	@$(MAKE) --no-print-directory check & checks=$$!; $(MAKE) --no-print-directory setup && wait $$checks
 	$(PY) -m pytest -m "not full" tests/packaging
 	$(PY) -m pytest -m "not full" $(SHARED_OUT) tests/unit tests/property
 	$(PY) -m pytest -m "not full" --durations=8 tests/serve
 	$(PY) -m pytest -m "not full" --durations=8 tests/distributed
 
-test-full: check $(CLIENTS)/.made
+test-full: setup check $(CLIENTS)/.made
 	$(PY) -m pytest tests/packaging
 	$(PY) -m pytest $(SHARED_OUT) tests/unit tests/property
 	$(PY) -m pytest -rs tests/serve

@@ -6,6 +6,7 @@ beyond types are described here by field.
 
 from __future__ import annotations
 
+import functools
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -122,6 +123,7 @@ _KEYS: Schema = {
 }
 
 
+@functools.cache
 def openapi_document(model_name: str) -> Schema:
     """The OpenAPI 3.1 document; ``model_name`` is the served model's."""
     kinds: list[tuple[type[BaseModel], Any]] = [

@@ -199,6 +199,7 @@ def test_a_signal_during_the_start_ends_it_too(
     assert_gone(started)
 
 
+@pytest.mark.full
 def test_a_signal_to_everything_that_runs_ends_it_within_seconds(write_config: Write) -> None:
     with serving(write_config({}), start_new_session=True) as process:
         read_until(process, "Ctrl-C ends it")

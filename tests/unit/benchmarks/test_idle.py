@@ -74,6 +74,7 @@ def test_the_clock_reads_the_cpu_time_of_a_process() -> None:
     assert series.spent([(began, ended)]) == pytest.approx(spent, rel=0.2)
 
 
+@pytest.mark.full
 def test_requests_are_compared_with_themselves() -> None:
     on = [outcome(i, 0.2 + 0.01 * i) for i in range(20)]
     off = [outcome(i, 0.1 + 0.005 * i) for i in range(20)]

@@ -77,6 +77,7 @@ def test_the_interval_is_students_for_one_topic() -> None:
     assert ratio.high == pytest.approx(math.exp(0.2 + reach))
 
 
+@pytest.mark.full
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     rng, covered, runs = random.Random(3), 0, 600
     for _ in range(runs):
@@ -177,7 +178,8 @@ def test_no_variant_is_always_first_with_a_topic(
     assert len(firsts) == 2 * topics
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("batch", [1, 3])
 def test_all_variants_give_the_same_greedy_answers(batch: int) -> None:
     """The real engine and the real peers over one tiny target, through one cell."""
     target = tiny_llama(1, vocab=300)
@@ -291,6 +293,7 @@ def test_the_bench_takes_an_expert_of_any_settings_but_no_other_prompts_or_weigh
     assert not stands(recipe | {"settings": {"answers": 2, "seconds": 1.0}})
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("deepspeed")
 def test_offline_training_keeps_the_best_weights_and_ends_without_gains(draft: Path) -> None:
     records = [training_record(number) for number in range(60)]

@@ -61,7 +61,7 @@ def requests(draft: str) -> list[GenerationRequest]:
 
 
 # As others, with more of the same
-SLOW = ("qwen3_moe", "gemma3n_text", "qwen2_moe", "gemma2", "gemma4_text", "mixtral")
+SLOW = ("qwen3_moe", "gemma3n_text", "qwen2_moe", "gemma2", "gemma4_text", "mixtral", "phi3", "opt")
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gpt_neox", pytest.param("qwen3", marks=pytest.mark.full)]
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.full) for n in ("gpt_neox", "qwen3"))]
 )
 @pytest.mark.parametrize("rope", [YARN, LINEAR, DYNAMIC], ids=["yarn", "linear", "dynamic"])
 def test_rows_beyond_the_configs_length_equal_generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processors import PROCESSORS, use_kernels_of
+from processors import PROCESSORS, build, use_kernels_of
 
 from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.linear import StackedLinear
@@ -83,6 +84,13 @@ def test_other_processors_products(
     for rows in (*range(1, 10), 17, 33):
         for sizes in ((64, 160), (33, 90), (1, 1), (90, 15)):
             check_product(own, dtype, sizes, rows, bias=rows % 2 == 0, seed=rows)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="they are for x86-64")
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_they_compile_for_processors_other_than_this(processor: str) -> None:
+    assert build(processor).is_file()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

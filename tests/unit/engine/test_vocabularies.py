@@ -106,7 +106,7 @@ RULES: list[dict[str, Any]] = [
 BEYOND: dict[str, Any] = {"logit_bias": ((LARGE - 3, 20.0), (7, 19.0)), "frequency_penalty": 1.0}
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [llama, pytest.param(gpt2, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("draft", "target"), SIZES)
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())

@@ -72,6 +72,7 @@ def maker(tmp_path_factory: pytest.TempPathFactory) -> DraftMaker:
     return maker
 
 
+@pytest.mark.full
 def test_a_draft_is_made_resumed_and_learns(maker: DraftMaker) -> None:
     out = maker._settings.out
     held_out = maker.held_out()

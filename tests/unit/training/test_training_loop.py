@@ -56,7 +56,7 @@ def test_learns_and_publishes_what_is_better(draft: Path, tmp_path: Path) -> Non
     assert loop.progress.published + loop.progress.rejected == loop.progress.rounds
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_the_loss_falls_in_either_dtype(draft: Path, tmp_path: Path, dtype: str) -> None:
     distiller = DistillerSettings(learning_rate=5e-3, dtype=dtype)
     loop = make_loop(trainer_settings(draft, distiller=distiller), filled(tmp_path))
@@ -161,6 +161,7 @@ def test_a_rate_that_throws_a_good_draft_back_is_lowered_until_it_does_not(
     assert np.mean(lost[3:]) < 0.05  # a publication raises the rate again
 
 
+@pytest.mark.full
 def test_a_candidate_that_has_outgrown_its_first_records_starts_over(
     draft: Path, tmp_path: Path
 ) -> None:
@@ -227,6 +228,7 @@ def test_a_round_that_leaves_hope_ends_a_plateau(
     assert all("3 rounds in a row" in d["reason"] for d in plateaus)
 
 
+@pytest.mark.full
 def test_a_candidate_that_is_ahead_goes_on_however_many_records_there_are(
     draft: Path, tmp_path: Path
 ) -> None:
