@@ -120,10 +120,10 @@ format: setup
 SHARED_OUT := --numprocesses auto --maxprocesses 2 --dist loadfile
 
 # Each tier in a process of its own: what one sets (threads, environment) the next must not feel.
-# Beside the checks, which use one core, the rest of the set-up.
+# What needs one core runs beside the rest of the set-up.
 test: $(STAMPS)/packages
-	@$(MAKE) --no-print-directory check & checks=$$!; $(MAKE) --no-print-directory setup && wait $$checks
-	$(PY) -m pytest -m "not full" tests/packaging
+	@{ $(MAKE) --no-print-directory check && $(PY) -m pytest -m "not full" tests/packaging; } & \
+	  first=$$!; $(MAKE) --no-print-directory setup && wait $$first
 	$(PY) -m pytest -m "not full" $(SHARED_OUT) tests/unit tests/property
 	$(PY) -m pytest -m "not full" --durations=8 tests/serve
 	$(PY) -m pytest -m "not full" --durations=8 tests/distributed

@@ -432,11 +432,15 @@ class KVCache:
         if not blocks:
             return []
         at = torch.tensor(blocks, device=self.device)
-        total = torch.zeros(len(blocks), device=self.device)
-        for part in self._parts():
-            total += part[at].flatten(1).sum(dim=1, dtype=torch.float32)
-        sums = total.tolist()
-        return [b for b, one in zip(blocks, sums, strict=True) if not math.isfinite(one)]
+        kernels = kernels_for(self.device, self.dtype)
+        if kernels is not None:
+            finite = kernels.have_finite_blocks([*self._parts()], at)
+        else:
+            total = torch.zeros(len(blocks), device=self.device)
+            for part in self._parts():
+                total += part[at].mul_(0).flatten(1).sum(dim=1, dtype=torch.float32)
+            finite = total == 0  # 0 times NaN or infinity is NaN
+        return [b for b, one in zip(blocks, finite.tolist(), strict=True) if not one]
 
     def _parts(self) -> Iterator[Tensor]:
         yield from self.keys

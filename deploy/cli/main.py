@@ -272,7 +272,9 @@ def history(
         for decision in decisions:
             _print(json.dumps(decision))
     else:
-        _print(decision_table(decisions) if decisions else "No decision has been taken yet.")
+        about = "" if topic is None else f" on {topic}"
+        none = f"No decision{about} has been taken yet."
+        _print(decision_table(decisions) if decisions else none)
     return 0
 
 

@@ -174,7 +174,10 @@ def _load_line(load: Mapping[str, Any]) -> str:
 def _draft_lines(status: Mapping[str, Any]) -> list[str]:
     versions, live = part(status, "weight_versions"), part(status, "live_drafts")
     shards = part(status, "shards")
-    lines = [f"{'draft':12}  {'version':>7}  {'accepted':>8}  {'requests':>8}  {'records':>7}"]
+    lines = [
+        f"{'draft':12}  {'version':>7}  {'on trial':>8}  {'accepted':>8}  {'requests':>8}  "
+        f"{'records':>7}"
+    ]
     for name in versions if "error" not in versions else [n for n in shards if n != "error"]:
         own, shard = part(live, name), part(shards, name)
         rounds = own.get("rounds", 0)
@@ -184,11 +187,15 @@ def _draft_lines(status: Mapping[str, Any]) -> list[str]:
             if "splits" in shard
             else shard.get("error", "-")
         )
+        trial = "-" if own.get("candidate") is None else own["candidate"]
         lines.append(
-            f"{name:12}  {versions.get(name, '?')!s:>7}  {share:>8}  "
+            f"{name:12}  {versions.get(name, '?')!s:>7}  {trial!s:>8}  {share:>8}  "
             f"{own.get('requests', '-')!s:>8}  {records!s:>7}"
         )
-    return [*lines, "accepted: first-position acceptance"]
+    return [
+        *lines,
+        "accepted, requests: first tokens of the draft's own; tokens from suffixes do not count",
+    ]
 
 
 def _trainer_lines(status: Mapping[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ from paceline.deploy.api.operations import REPLICAS
 from paceline.deploy.app import RunningApp
 from paceline.deploy.config.config import load_config
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.full, pytest.mark.timeout(300)]
 
 STREAMS, WHOLE, MAX_TOKENS, STALL_S = 56, 8, 240, 4.0
 
@@ -50,9 +50,7 @@ def two_replicas(dtype: str, state_dir: Path) -> Any:
     )
 
 
-@pytest.fixture(
-    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.full)]
-)
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningApp]:
@@ -141,7 +139,6 @@ def test_a_killed_replica_loses_no_stream_and_alters_none_and_comes_back(
     both_serve(running)
 
 
-@pytest.mark.full  # half a minute; benchmarks/faults.py shows the same
 def test_a_hung_replica_loses_no_stream_and_later_requests_do_not_wait_for_it(
     running: RunningApp, undisturbed: list[Reply]
 ) -> None:

@@ -194,3 +194,28 @@ def test_a_cache_smaller_than_a_request_is_refused() -> None:
     assert kv.allocate(0, 1000)
     assert not kv.allocate(1, 1)
     assert kv.allocate_with_prefix(1, [], 1) is None
+
+
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([torch.nan, torch.inf, -torch.inf]),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(0, 15),
+)
+def test_a_prefix_is_kept_up_to_the_block_that_is_not_finite(
+    dtype: torch.dtype, value: float, part: int, block: int, position: int
+) -> None:
+    """Whatever layer or kind of state it is in; large numbers that are finite do no harm."""
+    kv = KVCache([(1, 3)] * 2, 1, 48, dtype, "cpu", hidden_size=5)
+    tokens = list(range(48))
+    assert kv.allocate(0, 48)
+    for own in (*kv.keys, *kv.values, kv.hidden):
+        assert own is not None
+        own.fill_(torch.finfo(dtype).max)
+    poisoned = (kv.keys[1], kv.values[0], kv.hidden)[part]
+    assert poisoned is not None
+    poisoned[kv.blocks(0)[block], position].flatten()[-1] = value
+    kv.cache_prefix(0, tokens)
+    kv.free(0)
+    assert kv.allocate_with_prefix(0, tokens, 48) == 16 * block

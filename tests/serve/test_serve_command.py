@@ -167,15 +167,11 @@ def runs(process: "subprocess.Popen[str]", name: str) -> bool:
     return False
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("moment", "after_s"),
     # Ray's daemon runs; its agents run and wait for its store; Serve starts; the target loads
-    [
-        ("raylet", 0.0),
-        pytest.param("raylet", 1.3, marks=pytest.mark.full),
-        pytest.param("raylet", 1.8, marks=pytest.mark.full),
-        pytest.param("ray::ServeReplica", 0.0, marks=pytest.mark.full),
-    ],
+    [("raylet", 0.0), ("raylet", 1.3), ("raylet", 1.8), ("ray::ServeReplica", 0.0)],
 )
 def test_a_signal_during_the_start_ends_it_too(
     write_config: Write, moment: str, after_s: float

@@ -457,6 +457,17 @@ struct PagedStates {
   }
 };
 
+template <class T>
+bool all_finite(const T* values, int64_t size) {
+  int32_t broken = 0;
+#pragma omp simd reduction(| : broken)
+  for (int64_t i = 0; i < size; ++i) {
+    const float x = widen(values[i]);
+    broken |= !(x - x == 0.0f);
+  }
+  return !broken;
+}
+
 constexpr int64_t kMostPaired = 256;
 
 template <class T>

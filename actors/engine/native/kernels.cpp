@@ -69,6 +69,15 @@ extern "C" int64_t model_memory_size(const Forward* f) { return model_work_size(
                                rows, positions, batch, steps};                                 \
     paged.write(static_cast<const T*>(states));                                                \
   }                                                                                            \
+  extern "C" void have_finite_blocks_##NAME(const void* const* parts, const int64_t* sizes,      \
+                                            int64_t n, const int64_t* blocks, int64_t count,   \
+                                            int64_t threads, bool* finite) {                   \
+    each(count, threads, [&](int64_t i) {                                                      \
+      finite[i] = true;                                                                        \
+      for (int64_t p = 0; p < n && finite[i]; ++p)                                             \
+        finite[i] = all_finite(static_cast<const T*>(parts[p]) + blocks[i] * sizes[p], sizes[p]); \
+    });                                                                                        \
+  }                                                                                            \
   extern "C" bool have_distributions_##NAME(const void* logits, int64_t n, int64_t size) {     \
     return have_distributions(static_cast<const T*>(logits), n, size);                         \
   }                                                                                            \

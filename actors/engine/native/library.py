@@ -343,6 +343,11 @@ class Kernels:
         self._write_states = library[f"write_states_{NAMES[dtype]}"]
         for move in (self._read_states, self._write_states):
             move.argtypes = [*[pointer] * 2, *[size] * 3, *[pointer] * 2, *[size] * 2, pointer]
+        self._have_finite_blocks = library[f"have_finite_blocks_{NAMES[dtype]}"]
+        self._have_finite_blocks.argtypes = [
+            *(ctypes.POINTER(pointer), ctypes.POINTER(size), size),
+            *(pointer, size, size, pointer),
+        ]
         self._have_distributions = library[f"have_distributions_{NAMES[dtype]}"]
         self._have_distributions.argtypes = [pointer, size, size]
         self._have_distributions.restype = ctypes.c_bool
@@ -601,6 +606,24 @@ class Kernels:
         """Write what :meth:`read_states` reads; positions are not negative."""
         positions, states = positions.contiguous(), states.contiguous()
         self._write_states(*_paged(cache, tables, rows, positions), states.data_ptr())
+
+    def have_finite_blocks(self, parts: Sequence[Tensor], blocks: Tensor) -> Tensor:
+        """Whether blocks of a paged cache hold no NaN and no infinity.
+
+        Args:
+            parts: ``[all blocks, ...]``, contiguous.
+            blocks: int64 ``[N]``.
+
+        Returns:
+            bool ``[N]``.
+        """
+        finite, count = torch.empty(len(blocks), dtype=torch.bool), len(parts)
+        self._have_finite_blocks(
+            (ctypes.c_void_p * count)(*(part.data_ptr() for part in parts)),
+            (ctypes.c_int64 * count)(*(part[0].numel() for part in parts)),
+            *(count, blocks.data_ptr(), len(blocks), torch.get_num_threads(), finite.data_ptr()),
+        )
+        return finite
 
     def have_distributions(self, logits: Tensor) -> bool:
         """Whether all logits ``[..., V]`` give distributions, see top_tokens."""

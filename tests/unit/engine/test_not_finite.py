@@ -55,7 +55,12 @@ def gpt2(dtype: torch.dtype) -> Any:
 
 
 TARGETS = [
-    pytest.param(make, dtype, id=f"{make.__name__}-{str(dtype).removeprefix('torch.')}")
+    pytest.param(
+        make,
+        dtype,
+        id=f"{make.__name__}-{str(dtype).removeprefix('torch.')}",
+        marks=pytest.mark.full if dtype is torch.float16 else (),
+    )
     for make in (llama, gpt2)
     for dtype in DTYPES
 ]

@@ -271,8 +271,14 @@ def test_general_does_not_start_over_because_shards_had_been_silent(
     assert begun == [sum(shard.records("train") for shard in every.values())]
 
 
-@pytest.mark.parametrize("loss", get_args(Loss))
-@pytest.mark.parametrize("sampling", ["target", pytest.param("mixed", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("loss", "sampling"),
+    [
+        pytest.param(loss, sampling, marks=() if loss == "lk_hybrid" else pytest.mark.full)
+        for loss in get_args(Loss)
+        for sampling in ("target", "mixed")
+    ],
+)
 def test_every_objective_teaches(draft: Path, tmp_path: Path, loss: Loss, sampling: str) -> None:
     goal = ObjectiveSettings(
         loss,
@@ -550,6 +556,7 @@ class Counting(LocalClient):
         return records
 
 
+@pytest.mark.full
 def test_synthetic_records_are_learnt_in_their_proportion(draft: Path, tmp_path: Path) -> None:
     reached = []
     for more in (False, True):

@@ -479,7 +479,7 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
         "scheduler": {"may_train": False, "paused": False, "draining": False, "running": 1}
         | {"replicas": 1, "waiting": 0},
         "weight_versions": {"general": 0, "sql": 3},
-        "live_drafts": {"sql": {"requests": 9, "rounds": 40, "accepted": 30}},
+        "live_drafts": {"sql": {"candidate": 4, "requests": 9, "rounds": 40, "accepted": 30}},
         "shards": {
             "sql": {"splits": {"train": {"records": 7}, "held_out": {"records": 2}}},
             "general": {"error": "Died"},
@@ -491,7 +491,7 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
     assert "4 of 64 KV blocks" in words
     assert "training waits" in words
     row = next(line for line in words.splitlines() if line.startswith("sql"))
-    assert row.split() == ["sql", "3", "0.75", "9", "9"]
+    assert row.split() == ["sql", "3", "4", "0.75", "9", "9"]
     assert "trainer   does not answer (ActorDiedError)" in words
     assert len(words.splitlines()) <= 24
     assert "leases" not in words  # this status has none

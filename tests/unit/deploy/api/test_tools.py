@@ -98,12 +98,11 @@ def serve(root: Path, template: str, tags: str = "") -> Server:
 @pytest.fixture(
     scope="module",
     params=[
-        (tool_templates.HERMES, ""),
-        (tool_templates.HERMES, "added"),
-        (tool_templates.HERMES, "special"),
-        (LLAMA3, ""),
+        pytest.param((tool_templates.HERMES, ""), id="hermes"),
+        pytest.param((tool_templates.HERMES, "added"), id="hermes-tokens", marks=pytest.mark.full),
+        pytest.param((tool_templates.HERMES, "special"), id="hermes-special"),
+        pytest.param((LLAMA3, ""), id="llama3", marks=pytest.mark.full),
     ],
-    ids=["hermes", "hermes-tokens", "hermes-special", "llama3"],
 )
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -257,7 +256,7 @@ def test_with_auto_text_before_a_call_is_content(hermes: Server) -> None:
     assert {request.grammar for request in script.requests} == {""}
 
 
-@pytest.fixture(scope="module", params=["added", "special"])
+@pytest.fixture(scope="module", params=["added", pytest.param("special", marks=pytest.mark.full)])
 def tagged(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:

@@ -210,6 +210,7 @@ def process() -> Iterator[ExpertProcess]:
 LONG = request("r", PROMPTS[0], ignore_eos=True, max_tokens=80)
 
 
+@pytest.mark.full
 def test_a_stopped_expert_costs_one_deadline_and_rejoins(process: ExpertProcess) -> None:
     plain = texts(make_engine(draft_seed=2), [LONG])
     proposer = make_proposer(("a",), timeout_s=0.3)
