@@ -190,9 +190,9 @@ void attend_tile(const Attention& a, const int32_t* table, const T* keys, const 
 // columns for a score, and of two positions, whose weights are rounded to bfloat16 as transformers'
 // modules do, for a sum. A query's bits do not depend on the others. Sums that were inlined would not
 // stay in registers.
-constexpr int64_t kAtOnce = 4;                    // queries
-constexpr int kChains = kLanes == 16 ? 2 : 1;     // of a score, as many as registers have room for
-constexpr int kColumnsAtOnce = kLanes == 16 ? 4 : 2;  // vectors of a sum
+constexpr int64_t kAtOnce = 4;                        // queries
+constexpr int kChains = kLanes == 16 ? 2 : 1;         // of a score: registers have room for as many
+constexpr int kColumnsAtOnce = kLanes == 16 ? 4 : 2;  // vectors of a sum, likewise
 using PairStep = Step<Bf16>;
 using PairInput = PairStep::Input;
 
@@ -457,13 +457,14 @@ struct PagedStates {
   }
 };
 
+// Whether no number is NaN or infinite.
 template <class T>
 bool all_finite(const T* values, int64_t size) {
   int32_t broken = 0;
 #pragma omp simd reduction(| : broken)
   for (int64_t i = 0; i < size; ++i) {
     const float x = widen(values[i]);
-    broken |= !(x - x == 0.0f);
+    broken |= !(x - x == 0.0f);  // NaN else
   }
   return !broken;
 }

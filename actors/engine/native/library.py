@@ -620,7 +620,7 @@ class Kernels:
         finite, count = torch.empty(len(blocks), dtype=torch.bool), len(parts)
         self._have_finite_blocks(
             (ctypes.c_void_p * count)(*(part.data_ptr() for part in parts)),
-            (ctypes.c_int64 * count)(*(part[0].numel() for part in parts)),
+            (ctypes.c_int64 * count)(*(part.stride(0) for part in parts)),
             *(count, blocks.data_ptr(), len(blocks), torch.get_num_threads(), finite.data_ptr()),
         )
         return finite
