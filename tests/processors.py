@@ -37,10 +37,12 @@ _CAN_RUN = {
 
 @functools.cache
 def build(processor: str) -> Path:
-    """Build for a processor, which need not be this one.
+    """Build for a processor, which need not be this one; skips without a compiler for it.
 
     Little optimised, to be quick, but with sums and products in one, as they are in use.
     """
+    if platform.machine() != "x86_64" or library.load_library() is None:
+        pytest.skip("no compiler makes the kernels of such processors")
     quick = ("-O1", "-fexpensive-optimizations")
     flags = (*library._FLAGS, *PROCESSORS[processor].split(), *quick)
     with pytest.MonkeyPatch.context() as patched:
@@ -52,8 +54,6 @@ def build(processor: str) -> Path:
 
 def use_kernels_of(processor: str, patched: pytest.MonkeyPatch) -> ctypes.CDLL:
     """Let the library be the one for a processor; skips without a compiler or such a processor."""
-    if platform.machine() != "x86_64" or library.load_library() is None:
-        pytest.skip("no compiler makes the kernels of such processors")
     if not _CAN_RUN[processor]():
         pytest.skip("this processor cannot run them")
     built = ctypes.CDLL(str(build(processor)))

@@ -175,7 +175,7 @@ def _draft_lines(status: Mapping[str, Any]) -> list[str]:
     versions, live = part(status, "weight_versions"), part(status, "live_drafts")
     shards = part(status, "shards")
     lines = [
-        f"{'draft':12}  {'version':>7}  {'on trial':>8}  {'accepted':>8}  {'requests':>8}  "
+        f"{'draft':12}  {'version':>7}  {'candidate':>9}  {'accepted':>8}  {'requests':>8}  "
         f"{'records':>7}"
     ]
     for name in versions if "error" not in versions else [n for n in shards if n != "error"]:
@@ -187,14 +187,14 @@ def _draft_lines(status: Mapping[str, Any]) -> list[str]:
             if "splits" in shard
             else shard.get("error", "-")
         )
-        trial = "-" if own.get("candidate") is None else own["candidate"]
+        candidate = "-" if own.get("candidate") is None else own["candidate"]
         lines.append(
-            f"{name:12}  {versions.get(name, '?')!s:>7}  {trial!s:>8}  {share:>8}  "
+            f"{name:12}  {versions.get(name, '?')!s:>7}  {candidate!s:>9}  {share:>8}  "
             f"{own.get('requests', '-')!s:>8}  {records!s:>7}"
         )
     return [
         *lines,
-        "accepted, requests: first tokens of the draft's own; tokens from suffixes do not count",
+        "accepted: share of the draft's first tokens; requests: that it, not suffixes, drafted for",
     ]
 
 

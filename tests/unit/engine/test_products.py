@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -87,7 +86,6 @@ def test_other_processors_products(
 
 
 @pytest.mark.full
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="they are for x86-64")
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_they_compile_for_processors_other_than_this(processor: str) -> None:
     assert build(processor).is_file()
