@@ -30,7 +30,7 @@ from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.25
+_TICK_S = 1.0
 _PING_S = 2.0
 _PENDING_S = 1.0
 _RETRY_S = 2.0

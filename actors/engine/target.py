@@ -48,15 +48,14 @@ from paceline.actors.weights.topics import TopicsView
 
 logger = logging.getLogger(__name__)
 
-_REPEAT_S = 1.0  # between reports of an unchanged load: a silent replica counts as gone
-_CHANGE_S = 0.2  # between reports of a busy replica
+_REPEAT_S = 1.0  # between reports of a busy replica: a silent one counts as gone
 
 
 class LoadReporter:
-    """Reports when work starts, ends or doubles at once, and other changes five times a second.
+    """Reports when work starts, ends or doubles at once, and otherwise once a second.
 
-    A call costs both sides a fraction of a millisecond, on the engine's thread too, and a busy
-    server would make a hundred a second. Trainers that run beside a light load see a slow rise
+    A call costs the scheduler milliseconds, and a little on the engine's thread, and a busy
+    server would make a hundred a second. Trainers that run beside a light load see a slow change
     that much later. Not thread-safe; never raises.
     """
 
@@ -88,11 +87,10 @@ class LoadReporter:
     @staticmethod
     def _interval_s(reported: tuple[int, int], load: tuple[int, int]) -> float:
         """Return the minimum seconds between a report and one of this load."""
-        if load == reported:
-            return _REPEAT_S
         burst = sum(load) > 2 * sum(reported)  # trainers may run beside the reported load
         # (0, 1) ends within a round.
-        return _CHANGE_S if reported[0] and sum(load) and not burst else 0.0
+        at_once = load != reported and (burst or not reported[0] or not sum(load))
+        return 0.0 if at_once else _REPEAT_S
 
 
 _EVERY_S = 1.0

@@ -361,7 +361,7 @@ class SchedulerPolicy:
         self._remove(name, LeaseEnd.DIED, now)
 
     def tick(self, now: float) -> list[Instruction]:
-        """Revoke, kill, preempt and restart as time passes; call it several times a second."""
+        """Revoke, kill, preempt and restart as time passes; call it about once a second."""
         self._account(now)
         self._revoke_unless_idle(now)
         instructions = [Instruction(Action.PREEMPT, name) for name in self._preempt(now)]

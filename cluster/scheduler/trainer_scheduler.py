@@ -27,7 +27,7 @@ from paceline.cluster.scheduler.leases import (
 )
 from paceline.cluster.scheduler.policy import SchedulerPolicy
 
-_LONGEST_GAP_S = 1.0  # the supervisor calls several times a second
+_LONGEST_GAP_S = 1.0  # the supervisor calls once a second
 _LONGEST_WAIT_S = 0.5  # without reading the clock: a longer gap counts as less
 
 
@@ -169,7 +169,7 @@ class TrainerScheduler:
         preempted: Iterable[str],
         died: Iterable[str],
     ) -> list[Instruction]:
-        """Take the supervisor's view and return its instructions; called several times a second.
+        """Take the supervisor's view and return its instructions; called once a second.
 
         Args:
             booked: trainer to what Ray books for it.

@@ -37,7 +37,7 @@ def test_changes_of_a_busy_replica_are_reported_later() -> None:
     for running in (2, 3, 4, 3, 1):
         scheduler.after(0.01, running)
     assert [running for _, running, _ in scheduler.reports] == [2]
-    scheduler.after(0.2, 4)
+    scheduler.after(1.0, 4)
     assert scheduler.reports[-1][1:] == (4, 0)
 
 
@@ -91,4 +91,4 @@ def test_idle_and_doubled_load_are_always_reported(
         for gap, one, two in zip(gaps, scheduler.reports, scheduler.reports[1:], strict=False)
         if one[1] and 0 < sum(two[1:]) <= 2 * sum(one[1:])
     ]
-    assert all(gap >= 0.2 - 1e-9 for gap in busy)
+    assert all(gap >= 1.0 - 1e-9 for gap in busy)
