@@ -54,9 +54,9 @@ _REPEAT_S = 1.0  # between reports of a busy replica: a silent one counts as gon
 class LoadReporter:
     """Reports when work starts, ends or doubles at once, and otherwise once a second.
 
-    A call costs the scheduler milliseconds, and a little on the engine's thread, and a busy
-    server would make a hundred a second. Trainers that run beside a light load see a slow change
-    that much later. Not thread-safe; never raises.
+    A call costs the scheduler a millisecond or two, and the engine's thread a fraction of one, and
+    a busy server would make a hundred a second. Trainers that run beside a light load see a slow
+    change that much later. Not thread-safe; never raises.
     """
 
     def __init__(self, send: Callable[[int, int], object], clock: Callable[[], float]) -> None:
@@ -74,9 +74,8 @@ class LoadReporter:
     def update(self, running: int, waiting: int) -> None:
         """Report the load if it is due; call it after every round and when all is done."""
         load, now = (running, waiting), self._clock()
-        if self._reported is not None and now - self._reported_at < self._interval_s(
-            self._reported, load
-        ):
+        soon = now - self._reported_at < _REPEAT_S
+        if self._reported is not None and soon and not self._is_urgent(self._reported, load):
             return
         self._reported, self._reported_at = load, now
         try:
@@ -85,12 +84,11 @@ class LoadReporter:
             logger.warning("load was not reported", exc_info=True)
 
     @staticmethod
-    def _interval_s(reported: tuple[int, int], load: tuple[int, int]) -> float:
-        """Return the minimum seconds between a report and one of this load."""
+    def _is_urgent(reported: tuple[int, int], load: tuple[int, int]) -> bool:
+        """Return whether a load is reported at once after the one before."""
         burst = sum(load) > 2 * sum(reported)  # trainers may run beside the reported load
         # (0, 1) ends within a round.
-        at_once = load != reported and (burst or not reported[0] or not sum(load))
-        return 0.0 if at_once else _REPEAT_S
+        return load != reported and (burst or not reported[0] or not sum(load))
 
 
 _EVERY_S = 1.0

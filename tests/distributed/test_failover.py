@@ -75,10 +75,9 @@ def resume(process: psutil.Process) -> None:
         process.resume()
 
 
-async def disturbed(running: RunningApp, fault: str) -> list[Reply]:
+async def disturbed(running: RunningApp, victim: psutil.Process, fault: str) -> list[Reply]:
     """All requests at once; once every stream has begun and none has ended, the fault."""
     load = Load(running.base_url, requests())
-    victim = processes.of("target")[0]
     answers = asyncio.create_task(load.run())
     try:
         await until(lambda: load.begun >= STREAMS, "the first tokens of every stream")
@@ -132,7 +131,7 @@ def test_a_killed_replica_loses_no_stream_and_alters_none_and_comes_back(
     assert {reply.finish for reply in undisturbed} == {"length"}
     both_serve(running)
     before, victim = failovers(running), processes.of("target")[0]
-    found = asyncio.run(disturbed(running, "kill"))
+    found = asyncio.run(disturbed(running, processes.of("target")[0], "kill"))
     check(running, found, undisturbed)
     assert failovers(running)["resumed"] - before["resumed"] >= 10
     assert not victim.is_running()
@@ -146,7 +145,7 @@ def test_a_hung_replica_loses_no_stream_and_later_requests_do_not_wait_for_it(
     both_serve(running)
     before = failovers(running)
     victim = processes.of("target")[0]
-    found = asyncio.run(disturbed(running, "stop"))
+    found = asyncio.run(disturbed(running, victim, "stop"))
     check(running, found, undisturbed)
     assert failovers(running)["resumed"] - before["resumed"] >= 10
 
