@@ -142,6 +142,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     linears = list(runner.decoder.linears())
     operations = 2.0 * sum(own.weight[0].numel() for own in linears)
     nbytes = sum(own.packed(0).packed.nbytes for own in linears)
+    cached = (*runner.kv.keys, *runner.kv.values)
+    for part in cached:
+        part.normal_()  # else all of its pages are the same one of zeros, in the cache
     before, limits, run = machine(), Limits(options.threads), stepper(runner, options.context)
     flops = bandwidth = 0.0
     best = dict.fromkeys(SIZES, float("inf"))
@@ -155,7 +158,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 best[rows, tokens] = min(best[rows, tokens], time.perf_counter() - began)
                 for row in range(rows):
                     runner.kv.free(row)
-    cached = (*runner.kv.keys, *runner.kv.values)
     row_bytes = options.context * sum(part[0, 0].nbytes for part in cached)
     needs = Needs(operations / flops, nbytes / bandwidth, row_bytes / bandwidth)
     table = [row_of(rows, tokens, seconds, needs) for (rows, tokens), seconds in best.items()]

@@ -57,8 +57,9 @@ struct Attention {
   int64_t first_token(int64_t row) const { return (slots == nullptr ? row : slots[row]) * steps; }
 };
 
-constexpr int64_t kTile = 16;   // queries that share a widened block
-constexpr int64_t kAhead = 8;   // blocks to prefetch ahead
+constexpr int64_t kTile = 16;      // queries that share a widened block
+constexpr int64_t kHeads = 4;      // key/value heads that are taken together
+constexpr int64_t kAhead = 16384;  // bytes to prefetch ahead
 
 inline int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 
@@ -72,18 +73,20 @@ void widen_block(const Attention& a, const T* block, int64_t count, float* out) 
   }
 }
 
-// Prefetches the head's part of the block that is read kAhead reads after the i-th, since blocks are
-// scattered. A head reads the keys of `count` blocks, then their values; the next head follows. Into
-// the second cache, to which more reads may be under way than to the first.
+// Prefetches what neighbouring heads have of the block that is read some reads after the i-th, since
+// blocks are scattered. First the keys of `count` blocks are read, then their values. Into the second
+// cache, to which more reads may be under way than to the first.
 // Always inlined: otherwise GCC drops the calls as having no effect.
 template <class T>
 __attribute__((always_inline)) inline void prefetch(const Attention& a, const int32_t* blocks,
                                                     int64_t count, const T* keys, const T* values,
-                                                    int64_t i) {
-  const int64_t part = a.block_size * a.dim, line = 64 / sizeof(T), read = i + kAhead;
-  const int64_t at = blocks[read % count] * a.kv_heads * part;
-  const T* from = read < count ? keys + at : read < 2 * count ? values + at : keys + at + part;
-  for (int64_t d = 0; d < part; d += line) __builtin_prefetch(from + d, 0, 2);
+                                                    int64_t heads, int64_t i) {
+  const int64_t part = a.block_size * a.dim, line = 64 / sizeof(T), size = heads * part;
+  const int64_t read = i + std::max<int64_t>(1, kAhead / (size * static_cast<int64_t>(sizeof(T))));
+  if (read >= 2 * count) return;
+  const T* from = read < count ? keys : values;
+  from += blocks[read < count ? read : read - count] * a.kv_heads * part;
+  for (int64_t d = 0; d < size; d += line) __builtin_prefetch(from + d, 0, 2);
 }
 
 // Dot products of a query with the keys of kLanes positions.
@@ -151,7 +154,7 @@ void attend_tile(const Attention& a, const int32_t* table, const T* keys, const 
     const int64_t start = column * a.block_size;
     const int64_t here = std::min(a.block_size, last + 1 - start);
     const int64_t tiles = (here + kLanes - 1) / kLanes * kLanes;
-    prefetch(a, table + begin, reads, keys, values, column - begin);
+    prefetch(a, table + begin, reads, keys, values, 1, column - begin);
     widen_block(a, keys + table[column] * block, tiles, wide);
     for (int64_t q = 0; q < count; ++q) {
       if (queries[q].last < start || queries[q].first >= start + here) continue;
@@ -170,7 +173,7 @@ void attend_tile(const Attention& a, const int32_t* table, const T* keys, const 
   for (int64_t column = begin; column < end; ++column) {
     const int64_t start = column * a.block_size;
     const int64_t here = std::min(a.block_size, last + 1 - start);
-    prefetch(a, table + begin, reads, keys, values, reads + column - begin);
+    prefetch(a, table + begin, reads, keys, values, 1, reads + column - begin);
     widen_block(a, values + table[column] * block, here, wide);
     for (int64_t q = 0; q < count; ++q) {
       const int64_t from = std::max(queries[q].first, start);
@@ -228,7 +231,7 @@ __attribute__((noinline)) void add_pairs(const Query<PairInput>* queries, int64_
   Vector sums[Q][N];
   for (int q = 0; q < Q; ++q) {
     weights[q] = queries[q].weights + at;
-    std::memcpy(sums[q], queries[q].sum + column, sizeof sums[q]);
+    for (int n = 0; n < N; ++n) sums[q][n] = load<Vector>(queries[q].sum + column + n * kLanes);
   }
   values += 2 * column;
   for (int64_t p = 0; p < pairs; ++p, values += 2 * dim) {
@@ -237,7 +240,9 @@ __attribute__((noinline)) void add_pairs(const Query<PairInput>* queries, int64_
     for (int n = 0; n < N; ++n) own[n] = load<Pairs>(values + 2 * kLanes * n);
     add_step<PairStep>(sums, own, weights, 2 * p);
   }
-  for (int q = 0; q < Q; ++q) std::memcpy(queries[q].sum + column, sums[q], sizeof sums[q]);
+  for (int q = 0; q < Q; ++q)
+    for (int n = 0; n < N; ++n)
+      std::memcpy(queries[q].sum + column + n * kLanes, &sums[q][n], sizeof sums[q][n]);
 }
 
 // Adds one pair that a query sees, or the first of it, which is its last.
@@ -352,9 +357,11 @@ inline void add_rest(const Attention& a, const Query<PairInput>& query, int64_t 
 
 #endif
 
+// Of `heads` heads `count` queries each, which see the same positions.
 inline void attend_tile_by_pairs(const Attention& a, const int32_t* table, const Bf16* keys,
-                                 const Bf16* values, Query<PairInput>* queries, int64_t count) {
-  const int64_t block = a.block_size * a.kv_heads * a.dim;
+                                 const Bf16* values, Query<PairInput>* queries, int64_t heads,
+                                 int64_t count) {
+  const int64_t part = a.block_size * a.dim, block = a.kv_heads * part;
   int64_t first = queries[0].first, last = queries[0].last, all = queries[0].last;
   for (int64_t q = 1; q < count; ++q) {
     first = std::min(first, queries[q].first);
@@ -367,21 +374,23 @@ inline void attend_tile_by_pairs(const Attention& a, const int32_t* table, const
   _tile_loadconfig(&shapes);
 #endif
   for (int64_t column = begin; column < end; ++column) {
-    prefetch(a, table + begin, end - begin, keys, values, column - begin);
-    const Bf16* own = keys + table[column] * block;
-    for (int64_t p = 0; p < a.block_size; p += 16) {
-      const int64_t at = column * a.block_size + p;
-      if (at > last) break;
+    prefetch(a, table + begin, end - begin, keys, values, heads, column - begin);
+    for (int64_t h = 0; h < heads; ++h) {
+      const Bf16* own = keys + table[column] * block + h * part;
+      for (int64_t p = 0; p < a.block_size; p += 16) {
+        const int64_t at = column * a.block_size + p;
+        if (at > last) break;
 #if PACELINE_TILES
-      score_tile(a, own + p * a.dim, queries, at);
+        score_tile(a, own + p * a.dim, queries + h * count, at);
 #else
-      each_group(count, [&](int64_t q, auto some) {
-        score_pairs<some.value>(own + p * a.dim, a.dim / 2, queries + q, at);
-      });
+        each_group(count, [&](int64_t q, auto some) {
+          score_pairs<some.value>(own + p * a.dim, a.dim / 2, queries + h * count + q, at);
+        });
 #endif
+      }
     }
   }
-  for (int64_t q = 0; q < count; ++q) {
+  for (int64_t q = 0; q < heads * count; ++q) {
     const Query<PairInput>& own = queries[q];
     for (int64_t p = own.first; p <= own.last; ++p) own.scores[p] *= a.scale;
     const float total = softmax(own.scores + own.first, own.last + 1 - own.first);
@@ -391,39 +400,48 @@ inline void attend_tile_by_pairs(const Attention& a, const int32_t* table, const
     std::fill(own.sum, own.sum + a.dim, 0.0f);
     own.sum[a.dim] = total;  // padded(dim) is dim
   }
-#if PACELINE_TILES
-  const auto ahead = [&](int64_t column) {
-    prefetch(a, table + begin, end - begin, keys, values, end - begin + column - begin);
+  const auto ahead = [&](int64_t column) __attribute__((always_inline)) {  // of the values
+    prefetch(a, table + begin, end - begin, keys, values, heads, end - begin + column - begin);
   };
+#if PACELINE_TILES
   const int64_t start = begin * a.block_size;
-  int64_t d = 0;
-  for (; d + 64 <= a.dim; d += 64)
-    add_tiles<4>(a, table, values, queries, count, start, all + 1, last + 1, d, ahead);
-  if (d < a.dim) add_tiles<2>(a, table, values, queries, count, start, all + 1, last + 1, d, ahead);
+  for (int64_t h = 0; h < heads; ++h) {
+    Query<PairInput>* mine = queries + h * count;
+    const auto once = [&](int64_t column) __attribute__((always_inline)) {
+      if (h == 0) ahead(column);
+    };
+    int64_t d = 0;
+    for (; d + 64 <= a.dim; d += 64)
+      add_tiles<4>(a, table, values + h * part, mine, count, start, all + 1, last + 1, d, once);
+    if (d < a.dim) add_tiles<2>(a, table, values + h * part, mine, count, start, all + 1, last + 1, d, once);
+  }
   _tile_release();
-  for (int64_t q = 0; q < count; ++q) {
+  for (int64_t q = 0; q < heads * count; ++q) {
     const int64_t at = std::max((queries[q].last + 1) / kPositions * kPositions, start);
     if (at <= queries[q].last)
       add_rest(a, queries[q], at,
-               values + table[at / a.block_size] * block + at % a.block_size * a.dim);
+               values + table[at / a.block_size] * block + q / count * part + at % a.block_size * a.dim);
   }
 #else
   // Pairs that every query sees; beyond them a query must not read what it does not see.
   const int64_t shared = (all + 1) / 2 * 2;
   for (int64_t column = begin; column < end; ++column) {
     const int64_t start = column * a.block_size, stop = std::min(start + a.block_size, last + 1);
-    const Bf16* own = values + table[column] * block;
-    prefetch(a, table + begin, end - begin, keys, values, end - begin + column - begin);
     const int64_t pairs = std::max<int64_t>(0, std::min(stop, shared) - start) / 2;
-    each_group(count, [&](int64_t q, auto some) {
-      constexpr int64_t whole = kColumnsAtOnce * kLanes;
-      int64_t d = 0;
-      for (; d + whole <= a.dim; d += whole)
-        add_pairs<some.value, kColumnsAtOnce>(queries + q, start, own, a.dim, pairs, d);
-      if (d < a.dim) add_pairs<some.value, 2>(queries + q, start, own, a.dim, pairs, d);
-    });
-    for (int64_t at = start + 2 * pairs; at < stop; at += 2)
-      for (int64_t q = 0; q < count; ++q) add_last(a, queries[q], at, own + (at - start) * a.dim);
+    ahead(column);
+    for (int64_t h = 0; h < heads; ++h) {
+      const Bf16* own = values + table[column] * block + h * part;
+      Query<PairInput>* mine = queries + h * count;
+      each_group(count, [&](int64_t q, auto some) {
+        constexpr int64_t whole = kColumnsAtOnce * kLanes;
+        int64_t d = 0;
+        for (; d + whole <= a.dim; d += whole)
+          add_pairs<some.value, kColumnsAtOnce>(mine + q, start, own, a.dim, pairs, d);
+        if (d < a.dim) add_pairs<some.value, 2>(mine + q, start, own, a.dim, pairs, d);
+      });
+      for (int64_t at = start + 2 * pairs; at < stop; at += 2)
+        for (int64_t q = 0; q < count; ++q) add_last(a, mine[q], at, own + (at - start) * a.dim);
+    }
   }
 #endif
 }
@@ -512,30 +530,34 @@ void store_token(const Attention& a, int64_t index, const T* qkv, const T* cos, 
 struct Scratch {
   float *rotated, *sums, *wide, *scores, *weights;
 
-  explicit Scratch(const Attention& a) {
+  Scratch(const Attention& a, int64_t queries) {
     thread_local std::vector<float> memory;
     const int64_t size = padded(a.dim);
-    memory.resize(kTile * (2 * size + kLanes + 2 * a.span) + a.block_size * size);
+    const size_t all = queries * (2 * size + kLanes + 2 * a.span) + a.block_size * size;
+    if (memory.size() < all) memory.resize(all);
     rotated = memory.data();
-    sums = rotated + kTile * size;
-    wide = sums + kTile * (size + kLanes);
+    sums = rotated + queries * size;
+    wide = sums + queries * (size + kLanes);
     scores = wide + a.block_size * size;
-    weights = scores + kTile * a.span;
+    weights = scores + queries * a.span;
   }
 };
 
-// Attends for queries start .. start + count - 1 of a row's key/value head `h`.
+// Attends for queries start .. start + count - 1 of a row's key/value heads h .. h + heads - 1.
 template <class T, bool Paired>
 void attend_some(const Attention& a, const T* qkv, const T* cos, const T* sin, const int64_t* at,
-                 const int32_t* table, const T* keys, const T* values, int64_t h, int64_t start,
-                 int64_t count, T* out) {
+                 const int32_t* table, const T* keys, const T* values, int64_t h, int64_t heads,
+                 int64_t start, int64_t count, T* out) {
   using Input = std::conditional_t<Paired, PairInput, float>;
-  const Scratch scratch(a);
+  const int64_t all = heads * count;
+  const Scratch scratch(a, all);
   const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim, size = padded(a.dim);
   const int64_t group = a.q_heads / a.kv_heads;
-  Query<Input> queries[kTile];
-  for (int64_t q = 0; q < count; ++q) {
-    const int64_t token = (start + q) / group, head = h * group + (start + q) % group;
+  Query<Input> queries[kHeads * kTile];
+  const auto token_of = [&](int64_t i) { return (start + i % count) / group; };
+  const auto head_of = [&](int64_t i) { return (h + i / count) * group + (start + i % count) % group; };
+  for (int64_t q = 0; q < all; ++q) {
+    const int64_t token = token_of(q), head = head_of(q);
     const int64_t last = std::min(at[token], a.span - 1);  // only padding exceeds the span
     const int64_t first = a.window > 0 ? std::max<int64_t>(0, last - a.window + 1) : 0;
     Input* rotated = reinterpret_cast<Input*>(scratch.rotated) + q * size;
@@ -546,13 +568,15 @@ void attend_some(const Attention& a, const T* qkv, const T* cos, const T* sin, c
     rotate(qkv + token * width + head * a.dim, cos + turn, sin + turn, a.dim, rotated);
     std::fill(rotated + a.dim, rotated + size, Input{});
   }
-  keys += h * a.block_size * a.dim;
-  values += h * a.block_size * a.dim;
-  if constexpr (Paired) attend_tile_by_pairs(a, table, keys, values, queries, count);
-  else attend_tile(a, table, keys, values, queries, count, scratch.wide);
-  for (int64_t q = 0; q < count; ++q) {
-    const int64_t token = (start + q) / group, head = h * group + (start + q) % group;
-    T* own = out + (token * a.q_heads + head) * a.dim;
+  const int64_t part = a.block_size * a.dim;
+  keys += h * part;
+  values += h * part;
+  if constexpr (Paired) attend_tile_by_pairs(a, table, keys, values, queries, heads, count);
+  else
+    for (int64_t i = 0; i < heads; ++i)
+      attend_tile(a, table, keys + i * part, values + i * part, queries + i * count, count, scratch.wide);
+  for (int64_t q = 0; q < all; ++q) {
+    T* own = out + (token_of(q) * a.q_heads + head_of(q)) * a.dim;
     const float total = queries[q].sum[size];
     for (int64_t i = 0; i < a.dim; ++i) own[i] = narrow<T>(queries[q].sum[i] / total);
   }
@@ -575,26 +599,30 @@ inline std::vector<Run> runs_of(const Attention& a) {
   return runs;
 }
 
-// Queries start .. start + count - 1 of a run and key/value head, which are taken together.
+// Queries start .. start + count - 1 of a run for each of some key/value heads, which are taken together.
 struct Tile {
   Run run;
-  int64_t head, start, count;
+  int64_t head, heads, start, count;
 };
 
-// All tiles: as many queries as fit, but a head's in two parts if there are few for the threads.
+// All tiles: as many queries as fit. Of few queries several heads, since what lies together in a block
+// is read faster at once; but one head, or half of its queries, if there are few tiles for the threads.
 inline std::vector<Tile> tiles_of(const Attention& a, const std::vector<Run>& runs, int64_t threads) {
   const int64_t group = a.q_heads / a.kv_heads;
   int64_t fewest = 0;
   for (const Run& run : runs) fewest += (group * run.tokens + kTile - 1) / kTile * a.kv_heads;
+  const bool spare = static_cast<int64_t>(runs.size()) >= 2 * threads;
   std::vector<Tile> tiles;
   tiles.reserve(2 * fewest);
   for (const Run& run : runs) {
     const int64_t queries = group * run.tokens;
     const bool halves = threads > 1 && fewest < 4 * threads && queries >= 4 && queries <= kTile;
     const int64_t size = halves ? (queries + 1) / 2 : kTile;
-    for (int64_t head = 0; head < a.kv_heads; ++head)
+    const int64_t most = spare && queries <= kTile ? kHeads : 1;
+    for (int64_t head = 0; head < a.kv_heads; head += most)
       for (int64_t start = 0; start < queries; start += size)
-        tiles.push_back({run, head, start, std::min(size, queries - start)});
+        tiles.push_back({run, head, std::min(most, a.kv_heads - head), start,
+                         std::min(size, queries - start)});
   }
   return tiles;
 }
@@ -606,8 +634,8 @@ void attend_one(const Attention& a, const Tile& tile, const T* qkv, const T* cos
   const int64_t token = a.first_token(row);
   const auto some = [&](auto* attend) {
     attend(a, qkv + token * width, cos, sin, a.positions + row * a.steps,
-           a.tables + a.rows[row] * a.columns, keys, values, tile.head, tile.start, tile.count,
-           out + token * a.q_heads * a.dim);
+           a.tables + a.rows[row] * a.columns, keys, values, tile.head, tile.heads, tile.start,
+           tile.count, out + token * a.q_heads * a.dim);
   };
   if constexpr (kMayPair<T>)
     if (is_paired<T>(a)) return some(attend_some<T, true>);
