@@ -60,7 +60,7 @@ class BlockAllocator:
                 self._cached.discard(block)
             self._ref_counts[block] = 1
             allocated.append(block)
-        return sorted(allocated)  # neighbours in order are read faster
+        return allocated
 
     def touch(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of these referenced or idle blocks.

@@ -58,8 +58,13 @@ struct Attention {
 };
 
 constexpr int64_t kTile = 16;      // queries that share a widened block
-constexpr int64_t kHeads = 4;      // key/value heads that are taken together
 constexpr int64_t kAhead = 16384;  // bytes to prefetch ahead
+#if PACELINE_TILES
+constexpr int64_t kHeads = 1;  // key/value heads that are taken together; by tiles more was not timed
+#else
+constexpr int64_t kHeads = 4;
+#endif
+constexpr int64_t kQueries = kHeads == 1 ? kTile : 2 * kTile;  // of all these heads at most
 
 inline int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 
@@ -73,9 +78,9 @@ void widen_block(const Attention& a, const T* block, int64_t count, float* out) 
   }
 }
 
-// Prefetches what neighbouring heads have of the block that is read some reads after the i-th, since
-// blocks are scattered. First the keys of `count` blocks are read, then their values. Into the second
-// cache, to which more reads may be under way than to the first.
+// Prefetches what `heads` heads have of the block that is read some reads after the i-th, since blocks
+// are scattered. The keys of `count` blocks are read, then their values; the next heads follow. Into the
+// second cache, to which more reads may be under way than to the first.
 // Always inlined: otherwise GCC drops the calls as having no effect.
 template <class T>
 __attribute__((always_inline)) inline void prefetch(const Attention& a, const int32_t* blocks,
@@ -83,9 +88,8 @@ __attribute__((always_inline)) inline void prefetch(const Attention& a, const in
                                                     int64_t heads, int64_t i) {
   const int64_t part = a.block_size * a.dim, line = 64 / sizeof(T), size = heads * part;
   const int64_t read = i + std::max<int64_t>(1, kAhead / (size * static_cast<int64_t>(sizeof(T))));
-  if (read >= 2 * count) return;
-  const T* from = read < count ? keys : values;
-  from += blocks[read < count ? read : read - count] * a.kv_heads * part;
+  const int64_t at = blocks[read % count] * a.kv_heads * part;
+  const T* from = read < count ? keys + at : read < 2 * count ? values + at : keys + at + size;
   for (int64_t d = 0; d < size; d += line) __builtin_prefetch(from + d, 0, 2);
 }
 
@@ -357,7 +361,7 @@ inline void add_rest(const Attention& a, const Query<PairInput>& query, int64_t 
 
 #endif
 
-// Of `heads` heads `count` queries each, which see the same positions.
+// For `heads` neighbouring heads with `count` queries each, the same tokens' of every head.
 inline void attend_tile_by_pairs(const Attention& a, const int32_t* table, const Bf16* keys,
                                  const Bf16* values, Query<PairInput>* queries, int64_t heads,
                                  int64_t count) {
@@ -405,22 +409,16 @@ inline void attend_tile_by_pairs(const Attention& a, const int32_t* table, const
   };
 #if PACELINE_TILES
   const int64_t start = begin * a.block_size;
-  for (int64_t h = 0; h < heads; ++h) {
-    Query<PairInput>* mine = queries + h * count;
-    const auto once = [&](int64_t column) __attribute__((always_inline)) {
-      if (h == 0) ahead(column);
-    };
-    int64_t d = 0;
-    for (; d + 64 <= a.dim; d += 64)
-      add_tiles<4>(a, table, values + h * part, mine, count, start, all + 1, last + 1, d, once);
-    if (d < a.dim) add_tiles<2>(a, table, values + h * part, mine, count, start, all + 1, last + 1, d, once);
-  }
+  int64_t d = 0;
+  for (; d + 64 <= a.dim; d += 64)
+    add_tiles<4>(a, table, values, queries, count, start, all + 1, last + 1, d, ahead);
+  if (d < a.dim) add_tiles<2>(a, table, values, queries, count, start, all + 1, last + 1, d, ahead);
   _tile_release();
-  for (int64_t q = 0; q < heads * count; ++q) {
+  for (int64_t q = 0; q < count; ++q) {
     const int64_t at = std::max((queries[q].last + 1) / kPositions * kPositions, start);
     if (at <= queries[q].last)
       add_rest(a, queries[q], at,
-               values + table[at / a.block_size] * block + q / count * part + at % a.block_size * a.dim);
+               values + table[at / a.block_size] * block + at % a.block_size * a.dim);
   }
 #else
   // Pairs that every query sees; beyond them a query must not read what it does not see.
@@ -553,7 +551,7 @@ void attend_some(const Attention& a, const T* qkv, const T* cos, const T* sin, c
   const Scratch scratch(a, all);
   const int64_t width = (a.q_heads + 2 * a.kv_heads) * a.dim, size = padded(a.dim);
   const int64_t group = a.q_heads / a.kv_heads;
-  Query<Input> queries[kHeads * kTile];
+  Query<Input> queries[kQueries];
   const auto token_of = [&](int64_t i) { return (start + i % count) / group; };
   const auto head_of = [&](int64_t i) { return (h + i / count) * group + (start + i % count) % group; };
   for (int64_t q = 0; q < all; ++q) {
@@ -568,13 +566,10 @@ void attend_some(const Attention& a, const T* qkv, const T* cos, const T* sin, c
     rotate(qkv + token * width + head * a.dim, cos + turn, sin + turn, a.dim, rotated);
     std::fill(rotated + a.dim, rotated + size, Input{});
   }
-  const int64_t part = a.block_size * a.dim;
-  keys += h * part;
-  values += h * part;
+  keys += h * a.block_size * a.dim;
+  values += h * a.block_size * a.dim;
   if constexpr (Paired) attend_tile_by_pairs(a, table, keys, values, queries, heads, count);
-  else
-    for (int64_t i = 0; i < heads; ++i)
-      attend_tile(a, table, keys + i * part, values + i * part, queries + i * count, count, scratch.wide);
+  else attend_tile(a, table, keys, values, queries, count, scratch.wide);  // of one head
   for (int64_t q = 0; q < all; ++q) {
     T* own = out + (token_of(q) * a.q_heads + head_of(q)) * a.dim;
     const float total = queries[q].sum[size];
@@ -605,20 +600,26 @@ struct Tile {
   int64_t head, heads, start, count;
 };
 
-// All tiles: as many queries as fit. Of few queries several heads, since what lies together in a block
-// is read faster at once; but one head, or half of its queries, if there are few tiles for the threads.
-inline std::vector<Tile> tiles_of(const Attention& a, const std::vector<Run>& runs, int64_t threads) {
+// All tiles: as many queries as fit, but half of a head's if there are few for the threads. Of few
+// queries several heads `together`, since what neighbours have in a block is read faster at once; but not
+// of a run that is much of the work, or one thread would have all of it.
+inline std::vector<Tile> tiles_of(const Attention& a, const std::vector<Run>& runs, int64_t threads,
+                                  bool together) {
   const int64_t group = a.q_heads / a.kv_heads;
-  int64_t fewest = 0;
-  for (const Run& run : runs) fewest += (group * run.tokens + kTile - 1) / kTile * a.kv_heads;
-  const bool spare = static_cast<int64_t>(runs.size()) >= 2 * threads;
+  const auto length = [&](const Run& run) { return a.positions[run.row * a.steps + run.tokens - 1] + 1; };
+  int64_t fewest = 0, work = 0;
+  for (const Run& run : runs) {
+    fewest += (group * run.tokens + kTile - 1) / kTile * a.kv_heads;
+    work += length(run);
+  }
   std::vector<Tile> tiles;
   tiles.reserve(2 * fewest);
   for (const Run& run : runs) {
     const int64_t queries = group * run.tokens;
     const bool halves = threads > 1 && fewest < 4 * threads && queries >= 4 && queries <= kTile;
     const int64_t size = halves ? (queries + 1) / 2 : kTile;
-    const int64_t most = spare && queries <= kTile ? kHeads : 1;
+    const bool small = together && queries <= kTile && 2 * threads * length(run) <= work;
+    const int64_t most = small ? std::min(kHeads, kQueries / queries) : 1;
     for (int64_t head = 0; head < a.kv_heads; head += most)
       for (int64_t start = 0; start < queries; start += size)
         tiles.push_back({run, head, std::min(most, a.kv_heads - head), start,

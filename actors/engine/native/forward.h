@@ -61,7 +61,7 @@ void attend(const Attention& a, int64_t threads_, const T* qkv, const T* cos, co
     for (int64_t token = from; token < std::min(run.tokens, from + kStored); ++token)
       store_token(a, run.row * a.steps + token, qkv, cos, sin, keys, values);
   });
-  const std::vector<Tile> tiles = tiles_of(a, runs, threads_);
+  const std::vector<Tile> tiles = tiles_of(a, runs, threads_, is_paired<T>(a));
   each(static_cast<int64_t>(tiles.size()), threads_, [&](int64_t i) {
     attend_one<T>(a, tiles[i], qkv, cos, sin, keys, values, out);
   });
