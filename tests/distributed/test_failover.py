@@ -131,7 +131,7 @@ def test_a_killed_replica_loses_no_stream_and_alters_none_and_comes_back(
     assert {reply.finish for reply in undisturbed} == {"length"}
     both_serve(running)
     before, victim = failovers(running), processes.of("target")[0]
-    found = asyncio.run(disturbed(running, processes.of("target")[0], "kill"))
+    found = asyncio.run(disturbed(running, victim, "kill"))
     check(running, found, undisturbed)
     assert failovers(running)["resumed"] - before["resumed"] >= 10
     assert not victim.is_running()

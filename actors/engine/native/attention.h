@@ -64,7 +64,7 @@ constexpr int64_t kHeads = 1;  // key/value heads that are taken together; by ti
 #else
 constexpr int64_t kHeads = 4;
 #endif
-constexpr int64_t kQueries = kHeads == 1 ? kTile : 2 * kTile;  // of all these heads at most
+constexpr int64_t kQueries = 2 * kTile;  // of all these heads at most
 
 inline int64_t padded(int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
 
@@ -78,9 +78,9 @@ void widen_block(const Attention& a, const T* block, int64_t count, float* out) 
   }
 }
 
-// Prefetches what `heads` heads have of the block that is read some reads after the i-th, since blocks
-// are scattered. The keys of `count` blocks are read, then their values; the next heads follow. Into the
-// second cache, to which more reads may be under way than to the first.
+// Prefetches what `heads` neighbouring heads have of the block that is read kAhead bytes after the i-th,
+// since blocks are scattered. They read the keys of `count` blocks, then their values; the next heads
+// follow. Into the second cache, to which more reads may be under way than to the first.
 // Always inlined: otherwise GCC drops the calls as having no effect.
 template <class T>
 __attribute__((always_inline)) inline void prefetch(const Attention& a, const int32_t* blocks,
