@@ -77,10 +77,12 @@ class LocalClient:
         stable = self.registry.stable_weights(topic)
         return stable.weight_version, stable.reference
 
-    def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
+    def publish(
+        self, topic: str, flat: FlatWeights, decision: dict[str, Any], base: int | None = None
+    ) -> int:
         if self.registry is None:
             raise ConnectionError("the registry is dead")
-        return self.registry.publish(topic, flat, decision)
+        return self.registry.publish(topic, flat, decision, base)
 
     def reject(self, topic: str, decision: dict[str, Any]) -> None:
         if self.registry is not None:

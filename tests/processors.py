@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +28,8 @@ PROCESSORS = {
 }
 # Those that read codes, and keep bfloat16 in pairs in the cache of keys and values.
 WIDE = tuple(PROCESSORS)[1:]
+# A machine that has one of these tests its own build of it in the fast suite.
+_LONG_TO_BUILD = ("skylake-avx512", "sapphirerapids")
 _CAN_RUN = {
     "x86-64": lambda: True,
     "haswell": torch.cpu._is_avx2_supported,
@@ -33,6 +37,12 @@ _CAN_RUN = {
     **dict.fromkeys(("sapphirerapids", "znver4"), torch.cpu._is_avx512_bf16_supported),
     "amx": has_tiles,
 }
+
+
+def marked(processors: Iterable[str]) -> list[Any]:
+    """Processors as parameters of a test; those that build long are for `make test-full`."""
+    full = pytest.mark.full
+    return [pytest.param(p, marks=full) if p in _LONG_TO_BUILD else p for p in processors]
 
 
 @functools.cache

@@ -113,11 +113,11 @@ class GrammarCompiler:
                 self._matchers.popitem(last=False)
         return matcher
 
-    def forget(self, grammar: str, matcher: LLMatcher) -> None:
-        """Compile a grammar anew the next time, unless another has replaced this matcher."""
+    def forget(self, grammar: str, matcher: LLMatcher | None = None) -> None:
+        """Compile a grammar anew the next time, unless another has replaced the given matcher."""
         with self._lock:
-            if self._matchers.get(grammar) is matcher:
-                del self._matchers[grammar]
+            if matcher is None or self._matchers.get(grammar) is matcher:
+                self._matchers.pop(grammar, None)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

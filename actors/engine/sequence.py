@@ -306,7 +306,8 @@ class Sequence:
         """Return the draft's outcome if it can be attributed to one weight_version.
 
         None for initial weights, if several versions drafted, if the request has a number of
-        tokens of its own but no rounds, and for an answer that another replica started. An
+        tokens of its own but no rounds, for all choices of a prompt but the first, as they are no
+        further evidence, and for an answer that another replica started. An
         outcome without rounds means that the controller never drafted, or the draft never did.
         """
         if not self._uses_slot:
@@ -315,6 +316,8 @@ class Sequence:
         if self.failed_version is not None:
             return DraftOutcome(expert, self.failed_version, 0, 0, failed=True)
         if self.request.output_token_ids or len(self._versions) > 1:
+            return None
+        if self.request.sampling.choice:
             return None
         if not self.num_spec_steps:
             silent = self.num_speculative_tokens is None

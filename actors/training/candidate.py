@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +62,11 @@ class Compared(NamedTuple):
     state: dict[str, Tensor]
     tests: list[float]
     halfway: bool
+
+
+def one_per_prompt(records: Iterable[ReplayRecord]) -> list[ReplayRecord]:
+    """The last record of each prompt: several answers to one are a single observation."""
+    return list({record.prompt_token_ids.tobytes(): record for record in records}.values())
 
 
 class Candidate:

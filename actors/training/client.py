@@ -33,6 +33,10 @@ from paceline.actors.weights.versions import TopicStatus
 
 logger = logging.getLogger(__name__)
 
+# The registry gives way to serving, and a publication that the trainer has given up on would be
+# taken for another trainer's.
+_PUBLISH_TIMEOUT_S = 60.0
+
 T = TypeVar("T")
 
 
@@ -81,11 +85,12 @@ class TrainerClient(Protocol):
         Weights of None are the initial ones: at version 0, or after files were lost.
         """
 
-    def publish(self, topic: str, flat: FlatWeights, decision: Decision) -> int:
-        """Publish weights; returns the new weight_version.
+    def publish(self, topic: str, flat: FlatWeights, decision: Decision, base: int) -> int:
+        """Publish weights that go on from version ``base``; returns the new weight_version.
 
         Raises:
-            CandidateRefusedError: the registry takes no candidate of the topic at the moment.
+            CandidateRefusedError: the registry takes no candidate of the topic at the moment, or
+                none that goes on from ``base``.
             ValueError: the registry refuses these weights.
             Exception: it is not known whether they are published.
         """
@@ -230,9 +235,9 @@ class RayTrainerClient:
         flat = self._get(stable.reference)
         return None if flat is None else (stable.weight_version, flat)
 
-    def publish(self, topic: str, flat: FlatWeights, decision: Decision) -> int:
-        call = self._registry.publish.remote(topic, flat, decision)
-        return int(ray.get(call, timeout=self._timeout_s))
+    def publish(self, topic: str, flat: FlatWeights, decision: Decision, base: int) -> int:
+        call = self._registry.publish.remote(topic, flat, decision, base)
+        return int(ray.get(call, timeout=_PUBLISH_TIMEOUT_S))
 
     def reject(self, topic: str, decision: Decision) -> None:
         self._get(self._registry.reject.remote(topic, decision))

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.actors.replay.buffer import Split
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.router.policy import GENERAL
-from paceline.actors.training.candidate import Candidate
+from paceline.actors.training.candidate import Candidate, one_per_prompt
 from paceline.actors.training.client import TrainerClient
 from paceline.actors.training.drift import DriftStatus
 from paceline.actors.training.gate import NOT_FINITE, GateDecision, decide
@@ -229,7 +229,7 @@ class TrainingLoop:
         candidate.test(train, self._steps.wait_for_permit)
         candidate.grow_vocabulary(self._steps.usable(train))
         held_out = self._sample(topic, self._settings.held_out_records, "held_out", stats)
-        held_out = candidate.usable(self._steps.usable(held_out))
+        held_out = one_per_prompt(candidate.usable(self._steps.usable(held_out)))
         if len(held_out) < max(self._settings.gate.min_records, 2):
             raise TopicNotTrainable("too few usable held-out records")
         if (coverage := candidate.coverage(held_out)) is not None:
@@ -347,6 +347,7 @@ class TrainingLoop:
             shares = {name: -(-count * kept // all_records) for name, kept in have.items()}
         records: list[ReplayRecord] = []
         for name, share in shares.items():
+            self._client.release_permit()  # a shard may answer late
             for record in self._client.sample(name, share, split):
                 records.append(record)
                 if len(records) % _AT_ONCE == 0:
@@ -394,7 +395,7 @@ class TrainingLoop:
         flat = flatten(state)
         self._client.release_permit()  # the registry writes a file, and may be slow
         try:
-            version = self._client.publish(candidate.topic, flat, facts)
+            version = self._client.publish(candidate.topic, flat, facts, candidate.version)
         except CandidateRefusedError as why:  # is about the topic, not these weights: they train on
             logger.info("%s: not published, %s", candidate.topic, why)
             self._update(state="not publishing")

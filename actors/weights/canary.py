@@ -337,6 +337,8 @@ class CanaryMonitor:
             own.total.add(outcome)
         name, canary, watch = outcome.expert, own.canary, own.watch
         if canary is not None:
+            if watch is not None and outcome.weight_version == watch.version:
+                watch.after.add(outcome)  # it is compared once no other version is on trial
             action = canary.observe(outcome)
             if action is None:
                 return None

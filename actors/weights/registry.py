@@ -103,7 +103,9 @@ class WeightRegistry:
             self._admission.load(topic, self._store.decisions.of(topic))
             self._restart_trial(topic)
 
-    def publish(self, topic: str, flat: FlatWeights, decision: Decision) -> int:
+    def publish(
+        self, topic: str, flat: FlatWeights, decision: Decision, base: int | None = None
+    ) -> int:
         """Publish new weights of a topic, as the candidate if there is a canary.
 
         A candidate that has no outcomes for a while is replaced.
@@ -112,6 +114,7 @@ class WeightRegistry:
             topic: one of the registry's.
             flat: the weights, as they will be served.
             decision: the gate's figures, kept in the history.
+            base: weight_version that these go on from, None if that does not matter.
 
         Returns:
             the new weight_version.
@@ -119,7 +122,7 @@ class WeightRegistry:
         Raises:
             KeyError: for an unknown topic.
             CandidateRefusedError: the present candidate must not be replaced, or the topic is in
-                cooldown; the same weights may be taken later.
+                cooldown; the same weights may be taken later. Or ``base`` was withdrawn meanwhile.
             ValueError: for weights that are not finite.
         """
         state = self._store.state(topic)
@@ -134,6 +137,8 @@ class WeightRegistry:
             raise ValueError(f"{topic}: {_NOT_FINITE}")
         if (refusal := self._refusal(topic)) is not None:
             raise CandidateRefusedError(f"{topic}: {refusal}")
+        if base not in (None, state.stable, state.candidate):
+            raise CandidateRefusedError(f"{topic}: version {base} was withdrawn")
         entry: Decision = {**decision, "outcome": "published", "parent": state.stable}
         return self._store.publish(topic, flat, entry, trial=self._canary is not None)
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from harness import FILLS, Store, digest, machine, rotation, say, show, while_all_run, write
 from harness import arguments as common_arguments
-from prompts import Prompt, interleaved, measured_prompts, training_prompts
+from prompts import Prompt, interleaved, measured_prompts, source_of, training_prompts
 from tqdm import tqdm
 
 from paceline.actors.engine.model_loader import load_tokenizer
@@ -53,8 +53,7 @@ class Block:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common_arguments(__doc__, "quick", "out")
-    parser.add_argument("--data", type=Path, help="folder of rows; default: generated prompts")
+    parser = common_arguments(__doc__, "quick", "data", "out")
     parser.add_argument("--target", default="smollm2", help="as target.path")
     parser.add_argument("--lesson", type=int, help="prompts per topic (200; quick: 64)")
     parser.add_argument("--draft", type=Path, help="draft model for the peers, as a folder")
@@ -181,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "load_average_after": machine()["load_average"],
         "settings": shared
         | {"quick": options.quick, "blocks": options.blocks, "context": _CONTEXT}
-        | {"data": "self-written" if options.data is None else options.data.name},
+        | {"data": source_of(options.data)},
         "cells": [asdict(cell) | report.summary(own, peers) for cell, own in units.items()],
         "servers": {
             name: asdict(server.facts)

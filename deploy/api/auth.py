@@ -29,6 +29,7 @@ def is_loopback(host: str) -> bool:
 
 _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 _STATE = "api_key"  # of a request, its key
+_BLANK = " \t"  # around a key; other white space of Python's may be bytes of its last character
 
 
 def authorize(request: Request, what: str, *, keyed: bool) -> None:
@@ -44,16 +45,33 @@ def authorize(request: Request, what: str, *, keyed: bool) -> None:
     Raises:
         ApiError: 403; 415 for a content type that a page of another site can send without CORS.
     """
-    host = request.client.host if request.client is not None else ""
-    is_local = is_loopback(host) and is_loopback(request.base_url.hostname or "")
-    is_local = is_local and not any(name in request.headers for name in _PROXY_HEADERS)
-    if not (is_local or keyed):
+    if not (_is_local(request) or keyed):
         raise forbidden(
             f"{what} is for operators: from the server's own machine, or with an API key where "
             "the server has some."
         )
     if "origin" in request.headers:
         raise forbidden(f"{what} is not for web pages.")
+    check_json(request)
+
+
+def _is_local(request: Request) -> bool:
+    """Whether a request was sent on the server's own machine, to an address and no other name."""
+    if any(name in request.headers for name in _PROXY_HEADERS):
+        return False
+    client = request.client.host if request.client is not None else ""
+    called, server = request.base_url.hostname or "", request.scope.get("server") or ("", None)
+    if is_loopback(client):
+        return is_loopback(called)
+    return bool(client) and client == server[0] == called
+
+
+def check_json(request: Request) -> None:
+    """Refuse a body that a page of another site can send without CORS, where the server answers.
+
+    Raises:
+        ApiError: 415 for another content type than JSON.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "The body must be application/json.", code="invalid_type")
@@ -97,8 +115,8 @@ def api_keys(config: AuthConfig, environment: Mapping[str, str]) -> tuple[ApiKey
     }
     variable = config.api_keys_env
     for key in environment.get(variable, "").split(",") if variable else ():
-        if key.strip():
-            digest = _digest(key.strip().encode())
+        if key := key.strip(_BLANK):
+            digest = _digest(key.encode())
             found.setdefault(digest, ApiKey(digest))
     return tuple(found.values())
 
@@ -118,9 +136,10 @@ def check_key(authorization: str | None, keys: Collection[ApiKey]) -> ApiKey:
         ApiError: 401.
     """
     scheme, _, key = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
+    key = key.strip(_BLANK)
+    if scheme.lower() != "bearer" or not key:
         raise _unauthorized("No API key was sent: this server wants 'Authorization: Bearer KEY'.")
-    digest = _digest(key.strip().encode("latin-1"))  # the header's raw bytes
+    digest = _digest(key.encode("latin-1"))  # the header's raw bytes
     matches = [key for key in keys if hmac.compare_digest(digest, key.digest)]
     if not matches:
         raise _unauthorized("The API key is not one of this server's.")

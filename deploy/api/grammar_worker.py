@@ -72,13 +72,15 @@ def try_grammar(compiler: GrammarCompiler, grammar: str) -> None:
     Raises:
         GrammarError: it is invalid, allows no answer, or is too complex.
     """
-    state = GrammarState(compiler, grammar)
-    for _ in range(_TRIAL_TOKENS):
-        tokens = [t for t in allowed_tokens(state.mask(())) if t not in state.eos_token_ids]
-        if not tokens:
-            break
-        state.append(tokens[0])
-    compiler.forget(grammar, compiler.compile(grammar))
+    try:
+        state = GrammarState(compiler, grammar)
+        for _ in range(_TRIAL_TOKENS):
+            tokens = [t for t in allowed_tokens(state.mask(())) if t not in state.eos_token_ids]
+            if not tokens:
+                break
+            state.append(tokens[0])
+    finally:
+        compiler.forget(grammar)  # what has failed must not take the memory of the next one
 
 
 def _reason(compiler: GrammarCompiler, kind: str, source: Any, error: GrammarError) -> str:

@@ -108,6 +108,7 @@ class IngressSettings:
         api_keys: the valid ones; without any, no key is needed.
         key_cache: whether requests reuse KV blocks of their own API key's alone.
         key_scope: whether every named key has experts of its own, and nobody else is recorded.
+        records: whether any request is recorded.
         ui: whether to serve the page at ``/ui``.
         operations: whether to serve the operators' endpoints.
         generation_config: whether the model's sampling parameters are the defaults of requests.
@@ -131,6 +132,7 @@ class IngressSettings:
     api_keys: tuple[ApiKey, ...] = ()
     key_cache: bool = False
     key_scope: bool = False
+    records: bool = True
     ui: bool = False
     operations: bool = True
     generation_config: bool = True
@@ -434,7 +436,8 @@ class Ingress:
     def _for_key(self, request: GenerationRequest, key: ApiKey | None) -> GenerationRequest:
         """The request within what its API key shares with others."""
         salt = key.id if self._settings.key_cache and key is not None else ""
-        recorded = not self._settings.key_scope or bool(key_of(request.topic))
+        has_expert = not self._settings.key_scope or bool(key_of(request.topic))
+        recorded = self._settings.records and has_expert
         return replace(request, cache_salt=salt, recorded=recorded)
 
     def _experts_for(self, key: ApiKey | None) -> Collection[str]:
@@ -453,15 +456,16 @@ class Ingress:
         expert = explicit_expert(options.speculative.draft)
         own = options.speculative
         is_plain = own.draft == DRAFT_OFF or own.num_speculative_tokens == 0
-        if is_plain and options.store is False:
+        teaches = self._settings.records and options.store is not False
+        if is_plain and not teaches:
             expert = GENERAL
         if self._settings.key_scope:
             key = "" if parsed.key is None else parsed.key.name
             expert = expert or (None if key else GENERAL)
         if expert is not None:
             return [Route(expert, expert)] * len(texts)
-        select = self._route_selector.select
-        return await asyncio.gather(*(select(text, key) for text in texts))
+        # The router takes one text at a time: together, some would wait beyond their limit.
+        return [await self._route_selector.select(text, key) for text in texts]
 
     def _response_context(self, parsed: ParsedRequest, topics: list[str]) -> ResponseContext:
         usage = parsed.options.stream_options or StreamOptions()

@@ -242,7 +242,7 @@ def _paths(model_name: str) -> Schema:
         "/v1/models/{model}": _get(
             "A model.", _json("ModelCard"), "401", "404", parameters=[model]
         ),
-        "/health": _get("The target response_builder.", anything, "503"),
+        "/health": _get("Whether the target answers.", anything, "503"),
         "/v1/paceline/status": _get("What every part is doing.", anything, "401"),
         "/v1/paceline/topics": _get("The topics, and which parts know them.", anything, "401"),
         "/v1/paceline/live": _get(

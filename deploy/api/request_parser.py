@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
 from paceline.actors.router.policy import Route
-from paceline.deploy.api.auth import ApiKey, request_key
+from paceline.deploy.api.auth import ApiKey, check_json, request_key
 from paceline.deploy.api.grammars import GrammarSource, grammar_source
 from paceline.deploy.api.prompt_encoder import EchoedPrompt, PromptEncoder, last_user_message
 from paceline.deploy.api.request_schemas import (
@@ -234,8 +234,11 @@ async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     """Read the body, and stop as soon as it is too large.
 
     Raises:
-        ApiError: 413 for more than ``max_bytes``; 499 if the client disconnects.
+        ApiError: 413 for more than ``max_bytes``; 415 for a web page's that is not JSON; 499 if the
+            client disconnects.
     """
+    if "origin" in request.headers:
+        check_json(request)
     body = bytearray()
     try:
         async for part in request.stream():

@@ -79,6 +79,10 @@ class PacelineConfig(Section):
     def _nothing_to_train(self) -> Self:
         if self.drafts.general == NO_DRAFTS and (self.router.enabled or self.training.enabled):
             raise ValueError("drafts.general none leaves nothing to route to and to train")
+        if self.training.enabled and not self.replay.enabled:
+            raise ValueError(
+                "replay.enabled false leaves nothing to train on: set training.enabled false, too"
+            )
         return self
 
     @model_validator(mode="after")

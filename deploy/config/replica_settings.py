@@ -45,6 +45,7 @@ def ingress_settings(config: PacelineConfig, no_topics: str | None = None) -> In
         api_keys=api_keys(config.auth, os.environ),
         key_cache=config.target.prefix_cache == "key",
         key_scope=config.replay.scope == "key",
+        records=config.replay.enabled,
         in_process_router=_in_process_router(config),
         ui=config.ui.enabled,
         operations=config.operations.enabled,

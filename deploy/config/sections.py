@@ -23,6 +23,7 @@ from paceline.cluster.section import Count, Fraction, PerSecond, Seconds, Sectio
 
 MINILM = "minilm"  # the topic head of the package
 AUTO, NO_DRAFTS = "auto", "none"
+_RESERVED_NAMES = (GENERAL, "off", "auto", "error")  # "error" stands for a part in the status
 _ORIGIN = re.compile(r"https?://[^/\s?#@]+")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
@@ -33,7 +34,7 @@ def check_name(name: str, kind: str) -> None:
     Raises:
         ValueError: none can have it.
     """
-    if name in (GENERAL, "off", "auto") or not TOPIC_NAME.fullmatch(name):
+    if name in _RESERVED_NAMES or not TOPIC_NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot be the name of a {kind}")
 
 
@@ -121,10 +122,10 @@ class DraftsConfig(Section):
 
     ``suffix`` topic also drafts what followed the last tokens earlier in the same request, prompt
     or answer, or in the answers of the topic that a replica has recorded, where that is expected to
-    pay; it needs no model. At most 2^20 tokens are in memory, retention and purges reach them; how
-    fast an answer comes says whether others got a similar one. request looks in the request alone,
-    and works with ``general`` none too. off does neither. Only ``num_speculative_tokens`` auto has
-    such drafts.
+    pay; it needs no model. At most 2^20 tokens are in memory, retention and purges reach them. A
+    client can tell by an answer's speed that others got a similar one. request looks in the request
+    alone, and works with ``general`` none too. off does neither. Only ``num_speculative_tokens``
+    auto has such drafts.
 
     ``placement`` pool makes every expert a deployment; the keys after it are for the pool.
     ``autoscaling`` replaces ``num_replicas``, see ``target``; an expert has no more replicas than
@@ -227,6 +228,9 @@ class RouterConfig(Section):
 class ReplayConfig(Section):
     """Records of served requests, per topic; on disk only with ``persist``.
 
+    ``enabled`` false keeps nothing of a request once it is answered but prefix-cache blocks: no
+    record, and no answer that suffix drafts are taken from. It needs ``training.enabled`` false.
+
     ``remover`` selects the records to drop at ``capacity_mb``, ``sampler`` those to train on;
     ``priority`` goes by a record's last training loss.
 
@@ -239,6 +243,7 @@ class ReplayConfig(Section):
     apart, in the folder by-key of ``state_dir``. There can be 32 experts, one per key and topic.
     """
 
+    enabled: bool = True
     scope: Literal["all", "key"] = "all"
     capacity_mb: Count = 256
     retention_hours: Seconds = 24.0

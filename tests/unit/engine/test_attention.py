@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 import torch
-from processors import PROCESSORS, WIDE, use_kernels_of
+from processors import PROCESSORS, WIDE, marked, use_kernels_of
 from torch import Tensor
 
 from paceline.actors.engine.attention import StepContext, attend
@@ -180,7 +180,7 @@ def test_the_kernel(
 
 @pytest.mark.parametrize("dim", [24, 96])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("processor", marked(PROCESSORS))
 def test_other_processors_kernels(
     processor: str,
     heads: tuple[int, int],

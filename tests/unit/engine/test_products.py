@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processors import PROCESSORS, build, use_kernels_of
+from processors import PROCESSORS, build, marked, use_kernels_of
 
 from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.linear import StackedLinear
@@ -75,7 +75,7 @@ def check_product(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("processor", marked(PROCESSORS))
 def test_other_processors_products(
     processor: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

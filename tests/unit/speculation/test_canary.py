@@ -58,6 +58,12 @@ def test_the_canarys_requests_use_the_candidate_and_no_text_depends_on_it(
         assert outcome.accepted < outcome.rounds
 
 
+def test_further_choices_of_a_prompt_are_no_further_evidence() -> None:
+    outputs = run(two_slots(), [asked(name, choice=int(name != IDS[0])) for name in IDS])
+    found = outcomes(outputs)
+    assert [name for name in IDS if found[name] is not None] == [IDS[0]]
+
+
 def test_only_requests_of_the_expert_with_a_candidate_are_split() -> None:
     outputs = run(two_slots(), [asked(name, draft="b") for name in IDS])
     assert {outcome.weight_version for outcome in outcomes(outputs).values() if outcome} == {0}

@@ -158,8 +158,8 @@ def test_a_publication_that_was_not_confirmed_is_found_again(draft: Path, tmp_pa
     loop = make_loop(trainer_settings(draft, schedule=schedule), client)
     publish = client.publish
 
-    def unconfirmed(topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
-        publish(topic, flat, decision)
+    def unconfirmed(topic: str, flat: FlatWeights, decision: dict[str, Any], base: int) -> int:
+        publish(topic, flat, decision, base)
         raise ConnectionError("the answer was lost")
 
     client.publish = unconfirmed  # type: ignore[method-assign]

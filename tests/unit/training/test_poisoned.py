@@ -152,10 +152,12 @@ def test_a_topic_rests_after_rollbacks_in_a_row(draft: Path, tmp_path: Path) -> 
 class Poisoned(LocalClient):
     """Weights spoil on their way to the registry."""
 
-    def publish(self, topic: str, flat: FlatWeights, decision: dict[str, Any]) -> int:
+    def publish(
+        self, topic: str, flat: FlatWeights, decision: dict[str, Any], base: int | None = None
+    ) -> int:
         array = next(iter(flat.arrays.values()))
         array[len(array) // 2] = 0x7FC0 if array.dtype.kind == "u" else math.nan
-        return super().publish(topic, flat, decision)
+        return super().publish(topic, flat, decision, base)
 
 
 @pytest.mark.usefixtures("deepspeed")

@@ -25,7 +25,7 @@ from paceline.actors.weights.draft_outcomes import (
 )
 from paceline.actors.weights.slots import candidate_of, expert_of, in_canary, slot_for
 
-STABLE, CANDIDATE = 3, 4
+STABLE, CANDIDATE, NEXT = 3, 4, 5
 SETTINGS = CanarySettings()
 
 
@@ -320,6 +320,21 @@ def test_what_took_a_silent_drafts_place_is_watched_where_there_is_a_past(spoken
     monitor.promote("sql")
     later = [monitor.observe(outcome(CANDIDATE, 1)) for _ in range(SETTINGS.watch[0])]
     assert [s.action for s in later if s] == ([CanaryAction.TRY_PREVIOUS] if spoken == 7 else [])
+
+
+def test_requests_beside_the_next_trial_count_for_the_version_that_is_watched() -> None:
+    monitor = CanaryMonitor(("sql",), SETTINGS)
+    monitor.begin_trial("sql", CANDIDATE, STABLE)
+    for _ in range(SETTINGS.least):
+        monitor.observe(outcome(STABLE, 20))
+    monitor.promote("sql")
+    monitor.begin_trial("sql", NEXT, CANDIDATE)
+    for _ in range(SETTINGS.watch[0]):
+        monitor.observe(outcome(CANDIDATE, 1))
+    monitor.end_trial("sql")
+    step = monitor.observe(outcome(CANDIDATE, 1))
+    assert step is not None
+    assert (step.action, step.version) == (CanaryAction.TRY_PREVIOUS, CANDIDATE)
 
 
 def test_a_promoted_version_that_falls_behind_its_predecessor_is_suspected() -> None:

@@ -9,7 +9,7 @@ import torch
 from gguf_files import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processors import WIDE, use_kernels_of
+from processors import WIDE, marked, use_kernels_of
 from torch import Tensor
 
 from paceline.actors.engine.linear import fuse
@@ -58,7 +58,7 @@ def test_products_have_the_bits_of_those_with_the_weights(
     check_products(kernels(), bits, groups, out, rows, seed)
 
 
-@pytest.mark.parametrize("processor", WIDE)
+@pytest.mark.parametrize("processor", marked(WIDE))
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_same_on_other_processors(
     bits: int, processor: str, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ import torch
 from tiny_models import save_tiny
 
 from paceline.actors.weights import state_folder as lock
+from paceline.actors.weights.cooldown import CandidateRefusedError
 from paceline.actors.weights.flat_weights import (
     FlatWeights,
     flatten,
@@ -62,6 +63,17 @@ def test_published_weights_reach_subscribers_with_older_ones(tmp_path: Path) -> 
     assert changed(reg, {"sql": 1}) == {}
     assert reg.publish("sql", weights(2.0), {}) == 2
     assert changed(reg, {"sql": 1})["sql"].weight_version == 2
+
+
+def test_weights_that_go_on_from_a_withdrawn_version_are_not_published(tmp_path: Path) -> None:
+    reg = registry(tmp_path)
+    assert reg.publish("sql", weights(1.0), {}, base=0) == 1
+    assert reg.publish("sql", weights(2.0), {}, base=1) == 2
+    reg.roll_back("sql")  # to the first, as version 3
+    with pytest.raises(CandidateRefusedError, match="version 2 was withdrawn"):
+        reg.publish("sql", weights(4.0), {}, base=2)
+    assert served(reg, "sql") == (3, 1.0)
+    assert reg.publish("sql", weights(4.0), {}, base=3) == 4
 
 
 def test_a_waiting_poll_is_answered_by_the_publication(tmp_path: Path) -> None:

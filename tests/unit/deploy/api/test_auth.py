@@ -23,7 +23,7 @@ from paceline.deploy.config.preflight import warnings
 from paceline.deploy.config.sections import AuthConfig
 from paceline.deploy.errors import ApiError
 
-KEYS = {"PACELINE_API_KEYS": "first-key, zweiter-schlüssel,"}
+KEYS = {"PACELINE_API_KEYS": "first-key, zweiter-schlüssel,voilà,"}
 NAMED = {"acme": {"sha256": hashlib.sha256(b"third-key").hexdigest(), "store": False}}
 API_KEYS = api_keys(AuthConfig.model_validate({"keys": NAMED}), KEYS)
 
@@ -60,10 +60,9 @@ def ask(folder: Path, *requests: tuple[str, str], header: str | None, **more: An
 def test_keys_come_by_commas_and_from_the_config_and_only_their_digests_stay() -> None:
     assert [(len(key.digest), key.name, key.store) for key in API_KEYS] == [
         (32, "acme", False),
-        (32, "", True),
-        (32, "", True),
+        *[(32, "", True)] * 3,
     ]
-    assert len({key.id for key in API_KEYS}) == 3
+    assert len({key.id for key in API_KEYS}) == 4
     assert api_keys(AuthConfig(), {}) == ()
     assert api_keys(AuthConfig(), {"PACELINE_API_KEYS": " , "}) == ()
     assert api_keys(AuthConfig(api_keys_env=None), {"": "x", "None": "y"}) == ()
@@ -84,10 +83,11 @@ def test_a_key_of_the_config_keeps_its_name_if_it_is_in_the_environment_too() ->
         ("Bearer first-key", 1),
         ("bearer  first-key ", 1),
         ("Bearer zweiter-schl\u00c3\u00bcssel", 2),
+        ("Bearer voil\u00c3\u00a0", 3),
     ],
 )
 def test_every_key_opens(header: str, index: int) -> None:
-    """The last one as HTTP hands out the bytes of its UTF-8: one character each."""
+    """The last ones as HTTP hands out the bytes of their UTF-8: one character each."""
     assert check_key(header, API_KEYS) is API_KEYS[index]
 
 
@@ -195,6 +195,20 @@ def test_pages_of_other_sites_call_the_api_only_where_their_origin_is_configured
     assert "Access-Control-Allow-Credentials" not in served.headers
     for answers in (send("https://b.example", cors_origins=(site,)), send(site)):
         assert not any(allow in answer.headers for answer in asyncio.run(answers))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/tokenize"])
+def test_pages_of_other_sites_make_the_server_do_nothing(folder: Path, path: str) -> None:
+    """Browsers send such a body without asking the server first."""
+    page = {"Origin": "https://a.example", "Content-Type": "text/plain"}
+    body = '{"model": "m", "prompt": "x", "input": "x"}'
+
+    async def send() -> httpx.Response:
+        async with ingress_client(IdleTarget(), folder) as http:
+            return await http.post(path, headers=page, content=body)
+
+    answer = asyncio.run(send())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "invalid_type")
 
 
 class Faulty(Ingress):

@@ -11,7 +11,7 @@ from paceline.deploy.errors import ApiError
 JSON = {"host": "127.0.0.1:8000", "content-type": "application/json"}
 
 
-def call(client: str = "127.0.0.1", **headers: str) -> Request:
+def call(client: str = "127.0.0.1", server: str = "127.0.0.1", **headers: str) -> Request:
     named = JSON | {name.replace("_", "-"): value for name, value in headers.items()}
     return Request(
         {
@@ -21,7 +21,7 @@ def call(client: str = "127.0.0.1", **headers: str) -> Request:
             "path": "/v1/paceline/drain",
             "query_string": b"",
             "client": (client, 1234),
-            "server": ("127.0.0.1", 8000),
+            "server": (server, 8000),
             "headers": [(name.encode(), value.encode()) for name, value in named.items()],
         }
     )
@@ -29,6 +29,8 @@ def call(client: str = "127.0.0.1", **headers: str) -> Request:
 
 def test_the_machine_itself_may_and_so_may_a_key() -> None:
     authorize(call(), "This", keyed=False)
+    own = "10.0.0.5"  # what the server listens on
+    authorize(call(own, server=own, host=f"{own}:8000"), "This", keyed=False)
     authorize(call("203.0.113.9", host="example.org"), "This", keyed=True)
 
 
@@ -37,6 +39,9 @@ def test_the_machine_itself_may_and_so_may_a_key() -> None:
     [
         call("203.0.113.9"),
         call(host="example.org"),
+        call("10.0.0.6", server="10.0.0.5", host="10.0.0.5:8000"),
+        call("10.0.0.5", server="10.0.0.5", host="example.org"),
+        call("10.0.0.5", server="10.0.0.5", host="10.0.0.5", via="1.1 somebody"),
         call(x_forwarded_for="203.0.113.9"),
         call(via="1.1 somebody"),
     ],

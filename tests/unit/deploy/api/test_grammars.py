@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from tiny_models import tiny_tokenizer
 
-from paceline.actors.engine.grammar import tokenizer_json
+from paceline.actors.engine.grammar import GrammarCompiler, GrammarError, tokenizer_json
+from paceline.deploy.api.grammar_worker import make_grammar, try_grammar
 from paceline.deploy.api.grammars import MAX_SOURCE_CHARS, Grammars, GrammarSource, grammar_source
 from paceline.deploy.api.request_schemas import ChatCompletionRequest
 from paceline.deploy.errors import ApiError
@@ -139,6 +140,16 @@ def test_what_explodes_is_refused_within_the_limits(grammars: Grammars, name: st
     assert raised.value.status == 400
     assert raised.value.param == "field"
     assert compile_(grammars, "choice", ["y", name])
+
+
+def test_a_grammar_that_fails_leaves_nothing_behind() -> None:
+    tokenizer = tiny_tokenizer()
+    compiler = GrammarCompiler(lambda: tokenizer_json(tokenizer), len(tokenizer), [2])
+    grammar = make_grammar(*BAD["recursion without end"])
+    compiler.compile(grammar)  # it can be compiled, and allows no answer
+    with pytest.raises(GrammarError):
+        try_grammar(compiler, grammar)
+    assert not compiler._matchers
 
 
 def test_no_grammar_is_to_blame_for_a_worker_that_was_killed(grammars: Grammars) -> None:

@@ -61,7 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def config_of(models: dict[str, Path], scope: str) -> PacelineConfig:
+def config_of(models: dict[str, Path], scope: str, *, records: bool = True) -> PacelineConfig:
     return load_config(
         None,
         {
@@ -74,6 +74,8 @@ def config_of(models: dict[str, Path], scope: str) -> PacelineConfig:
             "drafts.topics": ["sql"],
             "drafts.num_speculative_tokens": 2,
             "replay.scope": scope,
+            "replay.enabled": records,
+            "training.enabled": records,
             "replay.max_records_per_s": None,
             "router.min_confidence": 0.5,
             "router.placement": "deployment",
@@ -213,3 +215,25 @@ def test_answers_are_those_without_a_scope(models: dict[str, Path], served: Serv
     finally:
         shared.target._loop.close()
     assert served.target._loop.stats().draft_failures == 0
+
+
+def test_a_server_that_records_nothing_answers_the_same(models: dict[str, Path]) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("acme", {}),
+        ("acme", {"store": True}),
+        ("acme", {"speculative": {"draft": "off"}}),
+    ]
+    found = []
+    for records in (True, False):
+        served = Served(config_of(models, "all", records=records))
+        answers = served.ask(*asked)
+        served.target._loop.close()  # once it has handed over all records
+        texts = [answer.json()["choices"][0]["text"] for answer in answers]
+        found.append((texts, [figures(answer) for answer in answers], served.records))
+    (texts, routed, kept), (texts_without, routed_without, kept_without) = found
+    assert texts == texts_without
+    assert routed == [("sql", "sql"), ("sql", "sql"), ("sql", "off")]
+    # What nothing drafts for and nobody learns from is not routed.
+    assert routed_without == [*routed[:2], ("general", "off")]
+    assert {topic: len(own) for topic, own in kept.items()} == {"general": 0, "sql": 3}
+    assert not any(kept_without.values())

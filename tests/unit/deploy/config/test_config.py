@@ -124,6 +124,7 @@ def test_with_a_scope_by_key_every_key_has_every_expert_and_state_of_its_own(
         ),
         ("replay:\n  scope: key", "replay.scope key needs names in auth.keys"),
         ("replay:\n  scope: tenant", "replay.scope: "),
+        ("replay:\n  enabled: false", "replay.enabled false leaves nothing to train on"),
         (f"{SCOPED}drafts:\n  placement: pool", "needs drafts.placement colocated"),
         (
             f"{SCOPED}drafts:\n  topics: [{', '.join(f't{n}' for n in range(16))}]",
