@@ -154,6 +154,38 @@ class _Measurement:
         self.count, self.at = self.count + 1, now
 
 
+@dataclass(slots=True)
+class _LinearFit:
+    """Decayed least squares of seconds by profiled seconds: ``fixed + slope * profiled``."""
+
+    n: float = 0.0
+    x: float = 0.0
+    xx: float = 0.0
+    y: float = 0.0
+    xy: float = 0.0
+    fixed: float = 0.0
+    slope: float = 1.0
+
+    def seconds(self, profiled: float) -> float:
+        return self.fixed + self.slope * profiled
+
+    def observe(self, profiled: float, seconds: float) -> None:
+        keep = 1.0 - 1.0 / _ROUNDS_WINDOW
+        self.n = keep * self.n + 1.0
+        self.x = keep * self.x + profiled
+        self.xx = keep * self.xx + profiled * profiled
+        self.y = keep * self.y + seconds
+        self.xy = keep * self.xy + profiled * seconds
+        prior = _SLOPE_PRIOR * self.xx / self.n
+        n, xx, xy = self.n + _FIXED_PRIOR, self.xx + prior, self.xy + prior
+        determinant = n * xx - self.x * self.x
+        self.fixed = (self.y * xx - self.x * xy) / determinant
+        self.slope = (n * xy - self.x * self.y) / determinant
+        if self.fixed < 0.0:  # the profile is of a slower time, which the prior must not prolong
+            self.fixed, self.slope = 0.0, self.y / self.x
+        self.slope = max(self.slope, _MIN_SLOPE)
+
+
 class StepCosts:
     """Seconds of a step by two sizes (batch rows, and a column: tokens or experts).
 
@@ -162,9 +194,9 @@ class StepCosts:
 
     A size that was measured often and lately has its own smoothed time, times the machine's pace,
     which is learnt from all such sizes, so that rarely measured ones keep up with the others. Any
-    other size is interpolated from the profile and scaled by the latest ratio of measured times to
-    the profile: neither an untried size nor one last measured on a slower machine must look cheap
-    or dear.
+    other size is interpolated from the profile, which is of forwards alone: a fit adds what every
+    round takes beside its forward, and scales the rest. As a mere factor that would make each
+    drafted token look dearer, and what is not drafted is not measured.
     """
 
     def __init__(self, profile: Mapping[tuple[int, int], float]) -> None:
@@ -174,7 +206,8 @@ class StepCosts:
         self._profile = dict(profile)
         self._interpolated: dict[tuple[int, int], float] = {}  # cache
         self._measured: dict[tuple[int, int], _Measurement] = {}
-        self._ratio = self._pace = 1.0
+        self._fit = _LinearFit()
+        self._pace = 1.0
         self._observed = 0
 
     @property
@@ -192,7 +225,7 @@ class StepCosts:
         known = self._measured.get((rows, column))
         if known is not None and known.trusted(self._observed):
             return known.seconds * self._pace
-        return self.profiled(rows, column) * self._ratio
+        return self._pace * self._fit.seconds(self.profiled(rows, column))
 
     def seconds_between(self, rows: int, column: float) -> float:
         """Expected seconds of a step with a mean second size."""
@@ -217,8 +250,7 @@ class StepCosts:
             moved = self._pace * (1.0 + _PACE_SMOOTHING * (seconds / expected - 1.0))
             self._pace = min(max(moved, 1.0 / _MAX_PACE), _MAX_PACE)
         if rows <= self._rows[-1] and column <= self._columns[-1]:
-            ratio = seconds / self.profiled(rows, column)
-            self._ratio += _SMOOTHING * (ratio - self._ratio)
+            self._fit.observe(self.profiled(rows, column), seconds / self._pace)
 
     def profiled(self, rows: int, column: int) -> float:
         """Seconds of a step in the profile, interpolated."""
@@ -295,35 +327,6 @@ def grid_points(largest: int) -> list[int]:
 _NO_PREFILL = DraftPrefill()
 
 
-@dataclass(slots=True)
-class _LinearFit:
-    """Decayed least squares of seconds by profiled seconds: ``fixed + slope * profiled``."""
-
-    n: float = 0.0
-    x: float = 0.0
-    xx: float = 0.0
-    y: float = 0.0
-    xy: float = 0.0
-    fixed: float = 0.0
-    slope: float = 1.0
-
-    def observe(self, profiled: float, seconds: float) -> None:
-        keep = 1.0 - 1.0 / _ROUNDS_WINDOW
-        self.n = keep * self.n + 1.0
-        self.x = keep * self.x + profiled
-        self.xx = keep * self.xx + profiled * profiled
-        self.y = keep * self.y + seconds
-        self.xy = keep * self.xy + profiled * seconds
-        prior = _SLOPE_PRIOR * self.xx / self.n
-        n, xx, xy = self.n + _FIXED_PRIOR, self.xx + prior, self.xy + prior
-        determinant = n * xx - self.x * self.x
-        self.fixed = (self.y * xx - self.x * xy) / determinant
-        self.slope = (n * xy - self.x * self.y) / determinant
-        if self.fixed < 0.0:
-            self.fixed, self.slope = 0.0, xy / xx
-        self.slope = max(self.slope, _MIN_SLOPE)
-
-
 class DraftCosts:
     """Seconds of a round's drafting by rows, experts and steps.
 
@@ -353,7 +356,7 @@ class DraftCosts:
         known = self._measured.get((rows, experts, steps))
         if known is not None and known.trusted(self._observed):
             return known.seconds
-        return self._fit.fixed + self._fit.slope * steps * self._steps.profiled(rows, experts)
+        return self._fit.seconds(steps * self._steps.profiled(rows, experts))
 
     def observe(
         self,

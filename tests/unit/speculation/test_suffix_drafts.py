@@ -169,7 +169,7 @@ def test_beside_a_pool_answers_are_the_same(draft_ahead: DraftAheadMode) -> None
         assert proposer.stats()["a"]["lost"] == 0
     counts = engine.draft_runner.round_stats
     assert counts.suffixes["sql"][1] > 50
-    assert sum(version.accepted_tokens for version in counts.versions.values()) > 0
+    assert sum(version.draft_tokens for version in counts.versions.values()) > 0
 
 
 @pytest.mark.parametrize("seeded", [False, pytest.param(True, marks=pytest.mark.full)])
