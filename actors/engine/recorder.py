@@ -19,7 +19,7 @@ from paceline.actors.engine.top_tokens import top_logits_of
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.speculation.rejection_sampler import Proposal, RejectionSampleOutput
 
-_MAX_PENDING_LOGITS = 1 << 19
+_MAX_PENDING_LOGITS = 1 << 22
 _MIN_DRAFT_PROB = 1e-7
 
 

@@ -109,8 +109,12 @@ class SpeculationController:
             return {}
 
     def plain_is_due(self, batch: Sequence[RunningSequence]) -> bool:
-        """Whether this round should measure plain decoding, where suffixes would always draft."""
-        if self._policy is None or any(s.num_speculative_tokens for s in batch):
+        """Whether this round should measure plain decoding, where suffixes would always draft.
+
+        Not where a grammar may force tokens: such a round is not plain.
+        """
+        fixed = any(s.num_speculative_tokens for s in batch)
+        if self._policy is None or fixed or any(s.grammar is not None for s in batch):
             return False
         return self._policy.plain_is_due(len(batch))
 

@@ -168,10 +168,13 @@ class DraftRunner:
                 self._suffix_pause = self._suffix_wait = 0
             return wanted, {i: found[i].tokens[:n] for i, n in lengths.items()}
         except Exception:
-            self._failures += 1
-            logger.exception("there are no suffix drafts any more")
-            self._suffixes = None
+            self._give_up_suffixes()
             return wanted, {}
+
+    def _give_up_suffixes(self) -> None:
+        self._failures += 1
+        logger.exception("there are no suffix drafts any more")
+        self._suffixes = None
 
     def _constrain(
         self,
@@ -234,7 +237,10 @@ class DraftRunner:
         """Take the lengths of a finished request, and its answer for suffix drafts."""
         self._controller.observe_finished(sequence)
         if self._suffixes is not None:
-            self._suffixes.record(sequence)
+            try:
+                self._suffixes.record(sequence)
+            except Exception:
+                self._give_up_suffixes()
 
     def current_choice(self) -> tuple[dict[str, int], float | None]:
         """The controller's present k by draft, and the expected goodput in tokens per second."""

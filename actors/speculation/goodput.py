@@ -223,6 +223,7 @@ class GoodputPolicy:
         self._probes: dict[DraftGroup, _Probe] = {}
         self._drafted: set[DraftGroup] = set()
         self._probe_budget_s = 0.0  # over all groups
+        self._probe_cost_s = 0.0  # of the next probe
         self._choice = DraftChoice()
         self._prefill_s: Mapping[DraftGroup, float] = {}
         self._chosen_for: tuple[tuple[DraftGroup, int], ...] = ()
@@ -388,7 +389,8 @@ class GoodputPolicy:
         drafted_rows, experts, steps = drafting
         self._draft.observe(drafted_rows, experts, steps, draft_s / self._target.pace, prefilled)
         earned_s = self._probe_share * (verify_s + draft_s)
-        self._probe_budget_s = min(self._probe_budget_s + earned_s, _MAX_PROBE_BUDGET_S)
+        most = max(_MAX_PROBE_BUDGET_S, self._probe_cost_s)  # or a dear probe would never come
+        self._probe_budget_s = min(self._probe_budget_s + earned_s, most)
         for group in self._drafted:
             probe = self._probe(group)
             probe.rounds_left = max(0, probe.rounds_left - 1)
@@ -512,10 +514,12 @@ class GoodputPolicy:
         plain = goodput(DraftChoice())
         groups = self._choice.groups & set(rows)
         present = DraftChoice(self._choice.k, groups) if groups else DraftChoice()
-        if promised < plain * _required_gain(others + sum(rows.values()), drafting=bool(groups)):
+        needed = plain * _required_gain(others + sum(rows.values()), drafting=bool(groups))
+        if promised < needed:
             return DraftChoice(), plain
         kept = goodput(present)
-        return (best, promised) if promised > _HYSTERESIS * kept else (present, kept)
+        better = promised > _HYSTERESIS * kept or kept < needed
+        return (best, promised) if better else (present, kept)
 
     def _probe_tokens(
         self,
@@ -534,6 +538,8 @@ class GoodputPolicy:
                 return 0
             cost_s = self._probe_cost(group, rows, others, k)
             affordable = group == oldest and self._probe_budget_s >= cost_s
+            if group == oldest:
+                self._probe_cost_s = cost_s
             if not ((probe.due and k == 0) or affordable):
                 return 0
             self._probe_budget_s = max(self._probe_budget_s - cost_s, -_MAX_PROBE_BUDGET_S)

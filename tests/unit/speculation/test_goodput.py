@@ -448,6 +448,21 @@ def test_an_expert_with_both_groups_counts_as_one_expert() -> None:
     assert set(read) == {1, 2}
 
 
+def test_a_dear_probe_comes_more_rarely_but_it_comes() -> None:
+    """Of a slow target: four rounds of further tokens cost more than half a second."""
+    world = World({A: 8}, {A: 0.02}, target=lambda r, t: 1.0 + 0.01 * r * t, draft=lambda *_: 0.01)
+    world.run(1000)
+    world.acceptance[A] = 0.9
+    assert any(world.round()[A] > 2 for _ in range(3000))
+
+
+def test_what_other_rounds_take_beside_their_forwards_makes_no_token_dearer() -> None:
+    table = costs(target_s, (1, 2, 5, 9))
+    for _ in range(50):
+        table.observe(8, 1, target_s(8, 1) + 0.004)
+    assert table.seconds(8, 5) == pytest.approx(target_s(8, 5) + 0.004, rel=0.02)
+
+
 def test_a_better_draft_is_noticed_and_a_swap_is_probed_at_once() -> None:
     world = World({A: 1}, {A: 0.02})
     world.run(1000)

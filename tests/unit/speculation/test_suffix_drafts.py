@@ -349,14 +349,15 @@ def test_the_tokens_of_a_suffix_are_named_but_not_those_that_were_rejected() -> 
     assert kinds["accepted"] > 5
 
 
-def test_a_failure_of_the_arm_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["_predict", "record"])
+def test_a_failure_of_the_arm_costs_no_answer(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = answers(suffix_engine(None, eos=-1), [request("r", PROMPT, max_tokens=20)])
 
     def broken(*_: object) -> None:
         raise MemoryError
 
     arm = SuffixArm(None)
-    monkeypatch.setattr(arm, "_predict", broken)
+    monkeypatch.setattr(arm, part, broken)
     engine = suffix_engine(arm, eos=-1)
     outputs = run(engine, [request("r", PROMPT, max_tokens=20)], draft_failures=True)
     assert {"r": tokens_of(outputs["r"])} == plain
