@@ -36,7 +36,12 @@ from paceline.deploy.api.failover import Failover, FailoverPolicy
 from paceline.deploy.api.generation import complete_all, stream_all, streaming_handle
 from paceline.deploy.api.grammars import Grammars
 from paceline.deploy.api.openapi import openapi_document
-from paceline.deploy.api.operations import TOPICS_TIMEOUT_S, Operations, shards_of
+from paceline.deploy.api.operations import (
+    TOPICS_TIMEOUT_S,
+    FoundShards,
+    Operations,
+    shards_of,
+)
 from paceline.deploy.api.page import OPEN_PATHS, add_page
 from paceline.deploy.api.prompt_encoder import PromptEncoder, context_length, vocabulary_size
 from paceline.deploy.api.request_parser import (
@@ -322,12 +327,13 @@ class Ingress:
     def _shards(self) -> dict[str, ShardHandle]:
         return {**self._actors.shards, **self._experts.shards}
 
-    async def _current_shards(self) -> dict[str, ShardHandle]:
+    async def _current_shards(self) -> FoundShards:
         """The shards of all topics, also of those added a moment ago, or configured no more."""
         view = await call_or_none(self._actors.registry.topics.remote, TOPICS_TIMEOUT_S)
         if view is not None:
             self._experts.update(view)
-        return await shards_of(self._actors.shard_hosts) | self._shards()
+        found = await shards_of(self._actors.shard_hosts)
+        return found._replace(by_topic=found.by_topic | self._shards())
 
     async def topics(self) -> Response:
         """Every topic and its state in each part."""

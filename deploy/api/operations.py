@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -72,11 +72,22 @@ class DrainRequest(_Body):
     on: bool = True
 
 
-async def shards_of(hosts: Sequence[ShardHostHandle]) -> dict[str, ShardHandle]:
-    """All shards of the hosts that answer, by topic: some may be configured no more."""
+class FoundShards(NamedTuple):
+    """Replay shards by topic, and the names of hosts that did not say what they hold."""
+
+    by_topic: dict[str, ShardHandle]
+    silent: tuple[str, ...] = ()
+
+
+async def shards_of(hosts: Sequence[ShardHostHandle]) -> FoundShards:
+    """All shards of the hosts that answer: some topics may be configured no more."""
     calls = (call_or_none(host.topics.remote, TOPICS_TIMEOUT_S) for host in hosts)
     found = await asyncio.gather(*calls)
-    return {topic: shard_of(topic, hosts) for own in found for topic in own or ()}
+    by_topic: dict[str, ShardHandle] = {
+        topic: shard_of(topic, hosts) for own in found for topic in own or ()
+    }
+    silent = tuple(f"(shard host {i})" for i, own in enumerate(found) if own is None)
+    return FoundShards(by_topic, silent)
 
 
 T = TypeVar("T")
@@ -89,7 +100,7 @@ class Operations:
     Args:
         registry: actor handle of the weight registry.
         scheduler: actor handle of the trainer scheduler.
-        shards: gives the replay shards by topic, of all that may hold records.
+        shards: gives the replay shards of all topics that may have records.
         drain_state: of this replica.
         purge_replicas: removes an answer (None: all) of a topic (None: all) from the target
             replicas, and returns once what they handed over before has arrived.
@@ -103,7 +114,7 @@ class Operations:
         self,
         registry: RegistryHandle,
         scheduler: TrainerSchedulerHandle,
-        shards: Callable[[], Awaitable[Mapping[str, ShardHandle]]],
+        shards: Callable[[], Awaitable[FoundShards]],
         drain_state: DrainState,
         purge_replicas: Callable[[str | None, str | None], Awaitable[int]],
         *,
@@ -150,8 +161,15 @@ class Operations:
     async def purge(self, request: Request) -> Response:
         """Remove records from memory and disk; gives counts per topic, null if unknown."""
         body = await self._parse(request, PurgeRequest, "A purge")
-        shards = await self._shards()
+        shards, silent = await self._shards()
         if body.topic is not None and body.topic not in shards:
+            if silent:
+                raise ApiError(
+                    503,
+                    f"{', '.join(silent)} did not answer, and may hold records of {body.topic}.",
+                    "server_error",
+                    retry_after_s=1,
+                )
             raise _unknown_topic(body.topic)
         names = [body.topic] if body.topic is not None else list(shards)
         calls: list[Call[int]] = [
@@ -163,6 +181,8 @@ class Operations:
         replicas = [partial(self._purge_replicas, body.request_id, body.topic)]
         held = await _counts([REPLICAS], replicas)  # first: what they hand over must not come last
         removed = await _counts(names, calls) | held
+        if body.topic is None:  # they may hold records of topics that are configured no more
+            removed |= dict.fromkeys(silent)
         logger.warning("replay was purged: %s", removed)
         return JSONResponse({"removed": removed})
 

@@ -31,7 +31,7 @@ from paceline.cluster.named_actor import NamedActor
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.api.admission import DrainState
 from paceline.deploy.api.ingress import Ingress, IngressSettings
-from paceline.deploy.api.operations import Operations, shards_of
+from paceline.deploy.api.operations import FoundShards, Operations, shards_of
 from paceline.deploy.cli import operations as operations_command
 from paceline.deploy.cli import tables
 from paceline.deploy.errors import ApiError, CallError, NoAnswerError
@@ -104,8 +104,8 @@ class World:
         self.insert(*self.handed_over)
         return 5
 
-    async def shards_now(self) -> dict[str, Any]:
-        return {topic: self.handles[topic] for topic in TOPICS}
+    async def shards_now(self) -> FoundShards:
+        return FoundShards({topic: self.handles[topic] for topic in TOPICS})
 
     def post(self, path: str, body: Any, client: str = "127.0.0.1", **headers: str) -> Any:
         async def send() -> httpx.Response:
@@ -194,8 +194,9 @@ def test_a_purge_reaches_records_on_disk_of_topics_that_are_configured_no_more(
 
     hosts = open_hosts(TOPICS)
 
-    async def shards_now() -> dict[str, Any]:
-        return await shards_of(hosts) | await world.shards_now()
+    async def shards_now() -> FoundShards:
+        found = await shards_of(hosts)
+        return found._replace(by_topic=found.by_topic | (await world.shards_now()).by_topic)
 
     monkeypatch.setattr(world.operations, "_shards", shards_now)
     world.insert("cmpl-a")
@@ -208,6 +209,15 @@ def test_a_purge_reaches_records_on_disk_of_topics_that_are_configured_no_more(
     assert world.post("replay/purge", {"topic": "travel"}).json()["removed"]["travel"] == 1
     assert not (tmp_path / "replay" / "travel.records").read_bytes()
     assert world.post("replay/purge", {"topic": "cooking"}).status_code == 404
+    hosts[0].dead = hosts[1].dead = True
+    for body in ({}, {"request_id": "art-a"}):
+        removed = world.post("replay/purge", body).json()["removed"]
+        assert {name for name, count in removed.items() if count is None} == {
+            "(shard host 0)",
+            "(shard host 1)",
+        }
+    assert world.post("replay/purge", {"topic": "art"}).status_code == 503
+    assert world.post("replay/purge", {"topic": "sql"}).status_code == 200
 
 
 def test_a_purge_needs_no_registry(
