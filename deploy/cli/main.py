@@ -170,7 +170,8 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
         f"  drafts   {drafts}; num_speculative_tokens {config.drafts.num_speculative_tokens}"
         if drafts
         else "  drafts   none",
-        f"  learning {'on' if running.trainer is not None else 'off'}; "
+        f"  learning {'on' if running.trainer is not None else 'off'}, "
+        f"records {'on' if config.replay.enabled and config.experts else 'off'}; "
         f"versions in {config.state_path}",
         *([f"  page     {running.base_url}/ui/"] if config.ui.enabled else []),
         *([f"  keys     {len(keys)}, of auth in the configuration"] if keys else []),

@@ -196,7 +196,7 @@ def drain(url: str, echo: Echo, *, on: bool = True, wait_s: float = 600.0) -> bo
     Raises:
         CallError: the server does not answer, or refuses.
     """
-    deadline, quiet, started = time.monotonic() + wait_s, 0, False
+    deadline, quiet, started, said = time.monotonic() + wait_s, 0, False, ""
     while True:  # repeated: a restarted trainer scheduler has forgotten the drain
         try:
             state = call(url, "POST", "/v1/paceline/drain", {"on": on})
@@ -210,7 +210,9 @@ def drain(url: str, echo: Echo, *, on: bool = True, wait_s: float = 600.0) -> bo
         if not on:
             echo("requests are admitted again")
             return True
-        echo(f"draining: {state['running']} running, {state['waiting']} waiting")
+        line = f"draining: {state['running']} running, {state['waiting']} waiting"
+        if line != said:
+            echo(said := line)
         quiet = 0 if state["running"] + state["waiting"] else quiet + 1
         if quiet == _QUIET_POLLS:
             echo("no request is left: the server can be stopped")

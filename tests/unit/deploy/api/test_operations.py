@@ -459,14 +459,18 @@ def test_the_command_waits_until_nothing_is_under_way(
     asked: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        asked.scheduler.report_load("r", 0, 0)
+
     asked.scheduler.report_load("r", 1, 0)
-    monkeypatch.setattr(
-        operations_command.time, "sleep", lambda _: asked.scheduler.report_load("r", 0, 0)
-    )
+    monkeypatch.setattr(operations_command.time, "sleep", sleep)
     assert operations_command.drain("u", said.append)
-    assert said[0] == "draining: 1 running, 0 waiting"
-    assert said.count("draining: 0 running, 0 waiting") == 4  # one look is not enough
-    assert said[-1].startswith("no request is left")
+    assert said[:2] == ["draining: 1 running, 0 waiting", "draining: 0 running, 0 waiting"]
+    assert said[2].startswith("no request is left")
+    assert len(waits) == 4  # one look is not enough
     asked.scheduler.report_load("r", 1, 0)
     assert not operations_command.drain("u", said.append, wait_s=-1.0)
     assert operations_command.drain("u", said.append, on=False)
