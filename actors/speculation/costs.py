@@ -156,8 +156,14 @@ class _Measurement:
 
 @dataclass(slots=True)
 class _LinearFit:
-    """Decayed least squares of seconds by profiled seconds: ``fixed + slope * profiled``."""
+    """Decayed least squares of seconds by profiled seconds: ``fixed + slope * profiled``.
 
+    Attributes:
+        factor_share: of what exceeds the profile, so much is taken for a factor, the rest for a
+            fixed cost, until times of different sizes tell.
+    """
+
+    factor_share: float = 0.0
     n: float = 0.0
     x: float = 0.0
     xx: float = 0.0
@@ -176,13 +182,14 @@ class _LinearFit:
         self.xx = keep * self.xx + profiled * profiled
         self.y = keep * self.y + seconds
         self.xy = keep * self.xy + profiled * seconds
-        prior = _SLOPE_PRIOR * self.xx / self.n
-        n, xx, xy = self.n + _FIXED_PRIOR, self.xx + prior, self.xy + prior
+        prior, ratio = _SLOPE_PRIOR * self.xx / self.n, self.y / self.x
+        slope = 1.0 + self.factor_share * (ratio - 1.0)
+        n, xx, xy = self.n + _FIXED_PRIOR, self.xx + prior, self.xy + slope * prior
         determinant = n * xx - self.x * self.x
         self.fixed = (self.y * xx - self.x * xy) / determinant
         self.slope = (n * xy - self.x * self.y) / determinant
         if self.fixed < 0.0:  # the profile is of a slower time, which the prior must not prolong
-            self.fixed, self.slope = 0.0, self.y / self.x
+            self.fixed, self.slope = 0.0, ratio
         self.slope = max(self.slope, _MIN_SLOPE)
 
 
@@ -194,9 +201,9 @@ class StepCosts:
 
     A size that was measured often and lately has its own smoothed time, times the machine's pace,
     which is learnt from all such sizes, so that rarely measured ones keep up with the others. Any
-    other size is interpolated from the profile, which is of forwards alone: a fit adds what every
-    round takes beside its forward, and scales the rest. As a mere factor that would make each
-    drafted token look dearer, and what is not drafted is not measured.
+    other size is interpolated from the profile, which is of forwards alone in a fast moment: a fit
+    adds what every round takes beside its forward, and scales the rest. As a mere factor that
+    would make each drafted token look dearer, and what is not drafted is not measured.
     """
 
     def __init__(self, profile: Mapping[tuple[int, int], float]) -> None:
@@ -206,7 +213,7 @@ class StepCosts:
         self._profile = dict(profile)
         self._interpolated: dict[tuple[int, int], float] = {}  # cache
         self._measured: dict[tuple[int, int], _Measurement] = {}
-        self._fit = _LinearFit()
+        self._fit = _LinearFit(factor_share=0.5)
         self._pace = 1.0
         self._observed = 0
 

@@ -45,6 +45,7 @@ _PROBE_ROUNDS = 4
 _PROBE_TOKENS = 2
 _PROBE_PATIENCE = 64  # rounds
 _MAX_PROBE_BUDGET_S = 0.5
+_MAX_PROBE_S = 5.0  # of a single probe
 _MAX_MIN_REACH = 0.5  # of a padded forward
 _MAX_RAGGED_REACH = 0.9
 _NO_PREFILL = DraftPrefill()
@@ -223,7 +224,7 @@ class GoodputPolicy:
         self._probes: dict[DraftGroup, _Probe] = {}
         self._drafted: set[DraftGroup] = set()
         self._probe_budget_s = 0.0  # over all groups
-        self._probe_cost_s = 0.0  # of the next probe
+        self._probe_cost_s = 0.0  # of the dearest one of late that is next
         self._choice = DraftChoice()
         self._prefill_s: Mapping[DraftGroup, float] = {}
         self._chosen_for: tuple[tuple[DraftGroup, int], ...] = ()
@@ -389,7 +390,8 @@ class GoodputPolicy:
         drafted_rows, experts, steps = drafting
         self._draft.observe(drafted_rows, experts, steps, draft_s / self._target.pace, prefilled)
         earned_s = self._probe_share * (verify_s + draft_s)
-        most = max(_MAX_PROBE_BUDGET_S, self._probe_cost_s)  # or a dear probe would never come
+        # A dear probe must come some day; but if it holds up all answers for long, never.
+        most = min(max(_MAX_PROBE_BUDGET_S, self._probe_cost_s), _MAX_PROBE_S)
         self._probe_budget_s = min(self._probe_budget_s + earned_s, most)
         for group in self._drafted:
             probe = self._probe(group)
@@ -539,7 +541,7 @@ class GoodputPolicy:
             cost_s = self._probe_cost(group, rows, others, k)
             affordable = group == oldest and self._probe_budget_s >= cost_s
             if group == oldest:
-                self._probe_cost_s = cost_s
+                self._probe_cost_s = max(cost_s, 0.99 * self._probe_cost_s)
             if not ((probe.due and k == 0) or affordable):
                 return 0
             self._probe_budget_s = max(self._probe_budget_s - cost_s, -_MAX_PROBE_BUDGET_S)

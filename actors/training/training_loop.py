@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 # Raised with every change of what is decided here, in the gate, the candidate or the learning-rate
 # scale: benchmark results that were made under other rules are then not taken for today's.
-RULES = 6
+RULES = 7
 _AT_ONCE = 32  # records that are decoded under one permit: some milliseconds
 _DIVERGED = "the training loss is not finite"
 
@@ -231,7 +231,7 @@ class TrainingLoop:
         held_out = self._sample(topic, self._settings.held_out_records, "held_out", stats)
         held_out = one_per_prompt(candidate.usable(self._steps.usable(held_out)))
         if len(held_out) < max(self._settings.gate.min_records, 2):
-            raise TopicNotTrainable("too few usable held-out records")
+            raise TopicNotTrainable("too few usable held-out records of different prompts")
         if (coverage := candidate.coverage(held_out)) is not None:
             self._update(vocabulary_coverage={**self.progress.vocabulary_coverage, topic: coverage})
         try:
@@ -348,10 +348,10 @@ class TrainingLoop:
         records: list[ReplayRecord] = []
         for name, share in shares.items():
             self._client.release_permit()  # a shard may answer late
-            for record in self._client.sample(name, share, split):
-                records.append(record)
-                if len(records) % _AT_ONCE == 0:
+            for number, record in enumerate(self._client.sample(name, share, split)):
+                if number % _AT_ONCE == 0:
                     self._steps.wait_for_permit()
+                records.append(record)
         return records
 
     def _on_step(self, steps: int, seconds: float, loss: float) -> None:

@@ -122,7 +122,7 @@ class WeightRegistry:
         Raises:
             KeyError: for an unknown topic.
             CandidateRefusedError: the present candidate must not be replaced, or the topic is in
-                cooldown; the same weights may be taken later. Or ``base`` was withdrawn meanwhile.
+                cooldown; the same weights may be taken later. Or ``base`` is served no more.
             ValueError: for weights that are not finite.
         """
         state = self._store.state(topic)
@@ -138,7 +138,7 @@ class WeightRegistry:
         if (refusal := self._refusal(topic)) is not None:
             raise CandidateRefusedError(f"{topic}: {refusal}")
         if base not in (None, state.stable, state.candidate):
-            raise CandidateRefusedError(f"{topic}: version {base} was withdrawn")
+            raise CandidateRefusedError(f"{topic}: version {base} is neither stable nor on trial")
         entry: Decision = {**decision, "outcome": "published", "parent": state.stable}
         return self._store.publish(topic, flat, entry, trial=self._canary is not None)
 

@@ -35,7 +35,7 @@ _BLANK = " \t"  # around a key; other white space of Python's may be bytes of it
 def authorize(request: Request, what: str, *, keyed: bool) -> None:
     """Refuse a request that is not from an operator.
 
-    Operators call from the server's own machine, or with an API key.
+    Operators call over loopback, or with an API key.
 
     Args:
         request: has passed the ApiKeyMiddleware if there are keys.
@@ -45,25 +45,17 @@ def authorize(request: Request, what: str, *, keyed: bool) -> None:
     Raises:
         ApiError: 403; 415 for a content type that a page of another site can send without CORS.
     """
-    if not (_is_local(request) or keyed):
+    host = request.client.host if request.client is not None else ""
+    is_local = is_loopback(host) and is_loopback(request.base_url.hostname or "")
+    is_local = is_local and not any(name in request.headers for name in _PROXY_HEADERS)
+    if not (is_local or keyed):
         raise forbidden(
-            f"{what} is for operators: from the server's own machine, or with an API key where "
+            f"{what} is for operators: over loopback (127.0.0.1), or with an API key where "
             "the server has some."
         )
     if "origin" in request.headers:
         raise forbidden(f"{what} is not for web pages.")
     check_json(request)
-
-
-def _is_local(request: Request) -> bool:
-    """Whether a request was sent on the server's own machine, to an address and no other name."""
-    if any(name in request.headers for name in _PROXY_HEADERS):
-        return False
-    client = request.client.host if request.client is not None else ""
-    called, server = request.base_url.hostname or "", request.scope.get("server") or ("", None)
-    if is_loopback(client):
-        return is_loopback(called)
-    return bool(client) and client == server[0] == called
 
 
 def check_json(request: Request) -> None:

@@ -358,7 +358,7 @@ class TopicsConfig(Section):
 class OperationsConfig(Section):
     """Operations over HTTP: rollback, replay purge, drain.
 
-    They need a call from the server's own machine, or an API key. ``enabled`` false refuses all of
+    They need a call over loopback, or an API key. ``enabled`` false refuses all of
     them; ``topics.mutable`` is for topics.
     """
 

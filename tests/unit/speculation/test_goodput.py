@@ -456,11 +456,20 @@ def test_a_dear_probe_comes_more_rarely_but_it_comes() -> None:
     assert any(world.round()[A] > 2 for _ in range(3000))
 
 
-def test_what_other_rounds_take_beside_their_forwards_makes_no_token_dearer() -> None:
+@pytest.mark.parametrize(("factor", "fixed"), [(1.0, 0.004), (1.4, 0.0), (1.2, 0.002)])
+def test_one_size_leaves_open_whether_rounds_are_slower_or_take_more_beside_their_forwards(
+    factor: float, fixed: float
+) -> None:
+    """Two tell."""
     table = costs(target_s, (1, 2, 5, 9))
     for _ in range(50):
-        table.observe(8, 1, target_s(8, 1) + 0.004)
-    assert table.seconds(8, 5) == pytest.approx(target_s(8, 5) + 0.004, rel=0.02)
+        table.observe(8, 1, factor * target_s(8, 1) + fixed)
+    at_5 = factor * target_s(8, 5) + fixed
+    assert table.seconds(8, 5) == pytest.approx(at_5, rel=0.12)
+    for _ in range(400):
+        table.observe(8, 1, factor * target_s(8, 1) + fixed)
+        table.observe(8, 9, factor * target_s(8, 9) + fixed)
+    assert table.seconds(8, 5) == pytest.approx(at_5, rel=0.03)
 
 
 def test_a_better_draft_is_noticed_and_a_swap_is_probed_at_once() -> None:

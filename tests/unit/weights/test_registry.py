@@ -70,7 +70,7 @@ def test_weights_that_go_on_from_a_withdrawn_version_are_not_published(tmp_path:
     assert reg.publish("sql", weights(1.0), {}, base=0) == 1
     assert reg.publish("sql", weights(2.0), {}, base=1) == 2
     reg.roll_back("sql")  # to the first, as version 3
-    with pytest.raises(CandidateRefusedError, match="version 2 was withdrawn"):
+    with pytest.raises(CandidateRefusedError, match="version 2 is neither stable nor on trial"):
         reg.publish("sql", weights(4.0), {}, base=2)
     assert served(reg, "sql") == (3, 1.0)
     assert reg.publish("sql", weights(4.0), {}, base=3) == 4

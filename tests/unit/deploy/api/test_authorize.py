@@ -29,8 +29,6 @@ def call(client: str = "127.0.0.1", server: str = "127.0.0.1", **headers: str) -
 
 def test_the_machine_itself_may_and_so_may_a_key() -> None:
     authorize(call(), "This", keyed=False)
-    own = "10.0.0.5"  # what the server listens on
-    authorize(call(own, server=own, host=f"{own}:8000"), "This", keyed=False)
     authorize(call("203.0.113.9", host="example.org"), "This", keyed=True)
 
 
@@ -39,9 +37,7 @@ def test_the_machine_itself_may_and_so_may_a_key() -> None:
     [
         call("203.0.113.9"),
         call(host="example.org"),
-        call("10.0.0.6", server="10.0.0.5", host="10.0.0.5:8000"),
-        call("10.0.0.5", server="10.0.0.5", host="example.org"),
-        call("10.0.0.5", server="10.0.0.5", host="10.0.0.5", via="1.1 somebody"),
+        call("10.0.0.5", server="10.0.0.5", host="10.0.0.5:8000"),  # perhaps a proxy
         call(x_forwarded_for="203.0.113.9"),
         call(via="1.1 somebody"),
     ],
