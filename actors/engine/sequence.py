@@ -307,8 +307,8 @@ class Sequence:
 
         None for initial weights, if several versions drafted, if the request has a number of
         tokens of its own but no rounds, for all choices of a prompt but the first, as they are no
-        further evidence, and for an answer that another replica started. An
-        outcome without rounds means that the controller never drafted, or the draft never did.
+        further evidence, and for an answer that another replica started. An outcome without rounds
+        means that the controller never drafted, or the draft never did.
         """
         if not self._uses_slot:
             return None

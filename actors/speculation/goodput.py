@@ -224,7 +224,7 @@ class GoodputPolicy:
         self._probes: dict[DraftGroup, _Probe] = {}
         self._drafted: set[DraftGroup] = set()
         self._probe_budget_s = 0.0  # over all groups
-        self._probe_cost_s = 0.0  # of the dearest one of late that is next
+        self._probe_cost_s = 0.0  # of the next probe, the largest of late
         self._choice = DraftChoice()
         self._prefill_s: Mapping[DraftGroup, float] = {}
         self._chosen_for: tuple[tuple[DraftGroup, int], ...] = ()
@@ -390,7 +390,7 @@ class GoodputPolicy:
         drafted_rows, experts, steps = drafting
         self._draft.observe(drafted_rows, experts, steps, draft_s / self._target.pace, prefilled)
         earned_s = self._probe_share * (verify_s + draft_s)
-        # A dear probe must come some day; but if it holds up all answers for long, never.
+        # A costly probe comes once enough is saved, but never one that holds up answers for long.
         most = min(max(_MAX_PROBE_BUDGET_S, self._probe_cost_s), _MAX_PROBE_S)
         self._probe_budget_s = min(self._probe_budget_s + earned_s, most)
         for group in self._drafted:

@@ -271,13 +271,13 @@ class Candidate:
                 records are new the next time.
         """
         prompts = [hash(record.prompt_token_ids.tobytes()) for record in records]
-        new: dict[int, ReplayRecord] = {}
+        new: list[ReplayRecord] = []
         if self._differs and self._newest is not None:
             for prompt, record in zip(prompts, records, strict=True):
                 known = record.created <= self._newest or prompt in self._known_prompts
                 if not known and not is_synthetic(record.request_id):
-                    new[prompt] = record
-        if latest := sorted(new.values(), key=lambda record: record.created)[-_TESTS:]:
+                    new.append(record)
+        if latest := sorted(one_per_prompt(new), key=lambda record: record.created)[-_TESTS:]:
             served = self._score(self._served, latest, before_batch)
             trained, halfway = (
                 self._score(state, latest, before_batch) - served for state in self._states()

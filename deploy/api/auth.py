@@ -59,7 +59,7 @@ def authorize(request: Request, what: str, *, keyed: bool) -> None:
 
 
 def check_json(request: Request) -> None:
-    """Refuse a body that a page of another site can send without CORS, where the server answers.
+    """Refuse a body that is not JSON: a page of another site can send it without CORS's consent.
 
     Raises:
         ApiError: 415 for another content type than JSON.

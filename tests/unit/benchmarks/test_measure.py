@@ -317,6 +317,7 @@ def test_offline_training_keeps_the_best_weights_and_ends_without_gains(draft: P
         experts.distil(records[:1], distiller, offline)
 
 
+@pytest.mark.usefixtures("deepspeed")
 def test_offline_training_goes_on_where_it_was_stopped(draft: Path, tmp_path: Path) -> None:
     records = [training_record(number) for number in range(60)]
     distiller = Distiller(str(draft), DistillerSettings(learning_rate=5e-3, dtype="float32"))
