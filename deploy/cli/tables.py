@@ -133,7 +133,8 @@ def added_topic_lines(answer: Mapping[str, Any]) -> list[str]:
 def status_text(url: str, status: Mapping[str, Any]) -> str:
     """The status on one screen; a part that does not answer is named with its error."""
     load = part(status, "scheduler")
-    lines = [*_target_lines(url, part(status, "target")), _load_line(load)]
+    trains = status.get("trainer") is not None
+    lines = [*_target_lines(url, part(status, "target")), _load_line(load, trains=trains)]
     if warning := part(status, "supervisor").get("warning"):
         lines.append(f"warning   {warning}")
     lines += ["", *_draft_lines(status), "", *_trainer_lines(status), *_lease_lines(load)]
@@ -162,11 +163,16 @@ def _target_lines(url: str, target: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _load_line(load: Mapping[str, Any]) -> str:
+def _load_line(load: Mapping[str, Any], *, trains: bool) -> str:
     if "error" in load:
         return f"load      the trainer scheduler does not answer ({load['error']})"
-    training = "draining" if load.get("draining") else "training may run"
-    if not load["may_train"] and not load.get("draining"):
+    if load.get("draining"):
+        training = "draining"
+    elif not trains:
+        training = "training off"
+    elif load["may_train"]:
+        training = "training may run"
+    else:
         training = "training waits" + (" (paused)" if load["paused"] else "")
     return f"load      {load['running']} running, {training}"
 
@@ -192,10 +198,11 @@ def _draft_lines(status: Mapping[str, Any]) -> list[str]:
             f"{name:12}  {versions.get(name, '?')!s:>7}  {candidate!s:>9}  {share:>8}  "
             f"{own.get('requests', '-')!s:>8}  {records!s:>7}"
         )
-    return [
-        *lines,
-        "accepted: share of the draft's first tokens; requests: that it, not suffixes, drafted for",
-    ]
+    off = [] if status.get("records", True) else ["records   off: no request is recorded"]
+    legend = (
+        "accepted: share of the draft's first tokens; requests: that it, not suffixes, drafted for"
+    )
+    return [*lines, legend, *off]
 
 
 def _trainer_lines(status: Mapping[str, Any]) -> list[str]:

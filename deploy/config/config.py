@@ -295,8 +295,9 @@ def explain(error: ValidationError, model: type[Section]) -> str:
         reasons = [each["msg"].removeprefix("Value error, ") for each in branches]
         reason = ", or ".join(each[:1].lower() + each[1:] for each in reasons)
     more = len({_key(each["loc"]) for each in errors}) - 1
-    name = ".".join(str(part) for part in loc) or "(top level)"
-    return f"{name}: {reason}" + (f" (and {more} more)" if more else "")
+    name = ".".join(str(part) for part in loc)
+    named = f"{name}: {reason}" if name else reason
+    return named + (f" (and {more} more)" if more else "")
 
 
 def _key(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:

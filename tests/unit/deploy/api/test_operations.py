@@ -520,6 +520,11 @@ def test_the_status_fits_a_screen_and_names_what_is_dead() -> None:
     assert "leases    1 working; 0 of 0 s idle used, 0 killed" in words
     assert words.count("trainer   ") == 3
     assert "trainer   is loading, or busy" in words
+    still = status | {"trainer": None, "records": False}
+    still["scheduler"] = status["scheduler"] | {"may_train": True}
+    words = tables.status_text("http://x", still)
+    assert "training off" in words
+    assert "records   off" in words
     bare = tables.status_text("http://x", {"target": {"error": "TimeoutError"}})
     assert "the target does not answer (TimeoutError)" in bare
     assert "trainer   off" in bare

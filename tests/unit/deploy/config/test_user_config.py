@@ -100,7 +100,7 @@ def test_a_target_drafts_no_more_than_it_may_and_as_configured_again(
         ),
         ({"max_speculative_tokens": 5}, "max_speculative_tokens: at most 4, as configured"),
         ({"probe_share": 2, "sample_share": 0.3}, "probe_share: input should be less"),
-        ([1], "(top level): input should be a valid dictionary"),
+        ([1], "input should be a valid dictionary"),
     ],
 )
 def test_what_is_wrong_is_named_and_the_old_values_stay(
