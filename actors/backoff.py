@@ -38,3 +38,31 @@ class Backoff:
     def reset(self) -> None:
         """Start over after a success."""
         self.failures = 0
+
+
+class RoundBackoff:
+    """Rounds that are left out after tries in vain: 1, 2, 4 ... for each one in a row."""
+
+    def __init__(self, longest: int) -> None:
+        """Start without a failure; ``longest`` is the most rounds that are left out."""
+        self._backoff = Backoff(1, longest)
+        self._left = 0
+
+    def leaves_out(self, most: int | None = None) -> bool:
+        """Whether to leave this round out; to be called once a round.
+
+        Args:
+            most: rounds that may be left out from now on, None: all that are due.
+        """
+        left = self._left if most is None else min(self._left, most)
+        self._left = max(left - 1, 0)
+        return left > 0
+
+    def fail(self) -> None:
+        """Count a try in vain."""
+        self._left = int(self._backoff.fail())
+
+    def reset(self) -> None:
+        """Start over after a success."""
+        self._backoff.reset()
+        self._left = 0

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
+from paceline.actors.backoff import RoundBackoff
 from paceline.actors.engine.sequence import Sequence as RunningSequence
 from paceline.actors.speculation.costs import DraftPrefill
 from paceline.actors.speculation.early_end import NEVER, EarlyEnd
@@ -17,6 +18,7 @@ from paceline.actors.speculation.suffix.estimates import choose_lengths, choose_
 logger = logging.getLogger(__name__)
 
 _OBSERVE_EVERY = 4  # rounds, where no draft of a model is there to be chosen
+_MAX_WAIT = 8  # rounds
 
 
 class SpeculationController:
@@ -39,6 +41,7 @@ class SpeculationController:
         self._proposer = proposer
         self._versions: dict[str, int] = {}  # with which each draft last proposed
         self._undrafted = 0  # rounds since one with drafts
+        self._choices = RoundBackoff(_MAX_WAIT)
         self.failures = 0
 
     def choose_num_draft_tokens(
@@ -60,8 +63,15 @@ class SpeculationController:
         """
         if all(s.num_speculative_tokens == 0 for s in batch):
             return [0] * len(batch)
-        uncomputed = {s.request_id for s in batch if self._policy and self._needs_prefill(s)}
-        chosen = self._choose_by_group(batch, prefilling, uncomputed)
+        uncomputed, chosen = set[str](), dict[DraftGroup, int]()
+        # In a large batch choosing takes the longest and pays the least often.
+        if not self._choices.leaves_out(most=len(batch) - 1):
+            uncomputed = {s.request_id for s in batch if self._policy and self._needs_prefill(s)}
+            chosen = dict(self._choose_by_group(batch, prefilling, uncomputed))
+            if any(chosen.values()):
+                self._choices.reset()
+            else:
+                self._choices.fail()
         wanted = []
         for sequence in batch:
             k = sequence.num_speculative_tokens
@@ -238,6 +248,7 @@ class SpeculationController:
         return self._policy.expected_round_seconds(most)
 
     def _reset_acceptance(self, draft: str) -> None:
+        self._choices.reset()
         self._call(lambda policy: policy.reset_acceptance(draft), "new weights were not noted")
 
     def _choose_by_group(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from paceline.actors.backoff import Backoff
+from paceline.actors.backoff import RoundBackoff
 from paceline.actors.engine.grammar import GrammarState
 from paceline.actors.engine.sequence import Sequence as RunningSequence
 from paceline.actors.engine.stats import RoundStats
@@ -54,8 +54,7 @@ class DraftRunner:
         """
         self._proposer = proposer
         self._suffixes = suffixes
-        self._suffix_wait = 0  # rounds from a look-up without drafts to the next
-        self._suffix_pause = 0  # of these, those to come
+        self._look_ups = RoundBackoff(_MAX_BACKOFF)  # of suffixes
         self._controller = SpeculationController(policy, proposer)
         self.updates = PendingUpdates(proposer, self._controller, clock)
         self.round_stats = RoundStats()
@@ -67,8 +66,7 @@ class DraftRunner:
         self._limits: list[int] = []
         self._probs = torch.empty(0)
         self._failures = 0
-        self._skip_rounds = 0  # before a proposer that failed is called again
-        self._backoff = Backoff(1, _MAX_BACKOFF)  # in rounds
+        self._proposals = RoundBackoff(_MAX_BACKOFF)  # a proposer that fails waits
 
     @property
     def failures(self) -> int:
@@ -118,7 +116,7 @@ class DraftRunner:
         without = {*known, *suffixes}
         indices = [i for i, k in enumerate(num_draft_tokens) if k > 0 and i not in without]
         proposal = Proposal.empty(len(batch), self._device)
-        self._proposed = bool(indices) and not self._backing_off()
+        self._proposed = bool(indices) and not self._proposals.leaves_out()
         if self._proposed:
             rows = [self._row(batch[i], target_rows[i], num_draft_tokens[i]) for i in indices]
             proposal = self._call_proposer(rows, proposal, indices, batch)
@@ -149,23 +147,21 @@ class DraftRunner:
         """
         if self._suffixes is None:
             return wanted, {}
-        if self._suffix_pause > 1:
-            self._suffix_pause -= 1
+        # In a large batch looking up takes the longest and pays the least often.
+        if self._look_ups.leaves_out(most=len(batch) - 1):
             return wanted, {}
         try:
             found = self._suffixes.look_up(batch, self._controller.max_suffix_tokens)
             for i in known:
                 found.pop(i, None)
-            # In a large batch looking up takes the longest and pays the least often.
-            self._suffix_wait = min(max(2 * self._suffix_wait, 2), len(batch))
-            self._suffix_pause = self._suffix_wait
+            self._look_ups.fail()
             if not found:
                 return wanted, {}
             if self._controller.plain_is_due(batch):
                 return [0] * len(batch), {}
             lengths = self._controller.choose_suffix_lengths(batch, wanted, found)
             if lengths:
-                self._suffix_pause = self._suffix_wait = 0
+                self._look_ups.reset()
             return wanted, {i: found[i].tokens[:n] for i, n in lengths.items()}
         except Exception:
             self._give_up_suffixes()
@@ -263,11 +259,6 @@ class DraftRunner:
         loaded = self._proposer.drafts()
         return lambda draft: partial_loads.affects(draft, loaded)
 
-    def _backing_off(self) -> bool:
-        """Whether to skip this round: a proposer that fails is called again after 1, 2, 4 ..."""
-        self._skip_rounds = max(0, self._skip_rounds - 1)
-        return self._skip_rounds > 0
-
     def _row(self, sequence: RunningSequence, target_row: int, k: int) -> DraftRow:
         return DraftRow(
             request_id=sequence.request_id,
@@ -291,7 +282,7 @@ class DraftRunner:
         try:
             proposal = self._proposer.propose(rows).scatter(indices, len(batch))
             if not self._all_faulty(rows, batch):
-                self._backoff.reset()
+                self._proposals.reset()
             return proposal
         except Exception:
             self._failures += 1
@@ -299,7 +290,7 @@ class DraftRunner:
             for row in rows:
                 self._proposer.release(row.request_id)
             if not self._remove_candidates(frozenset(row.draft for row in rows), batch):
-                self._back_off()
+                self._proposals.fail()
             return nothing
 
     def _all_faulty(self, rows: list[DraftRow], batch: Sequence[RunningSequence]) -> bool:
@@ -311,11 +302,8 @@ class DraftRunner:
         logger.warning("no probabilities of %s", sorted(faulty))
         if self._remove_candidates(faulty, batch) or any(row.draft not in faulty for row in rows):
             return False
-        self._back_off()
+        self._proposals.fail()
         return True
-
-    def _back_off(self) -> None:
-        self._skip_rounds = int(self._backoff.fail()) + 1
 
     def _remove_candidates(self, drafts: frozenset[str], batch: Sequence[RunningSequence]) -> bool:
         """Remove the candidates among drafts that failed; returns whether there were some.

@@ -100,6 +100,22 @@ def test_a_hopeless_draft_is_off_except_for_probes() -> None:
     assert max(late) <= 2  # what a probe drafts
 
 
+@pytest.mark.parametrize(("rows", "least", "most"), [(1, 1.0, 1.0), (ROWS, 0.2, 0.5)])
+def test_a_large_batch_is_asked_about_less_often_where_nothing_pays(
+    rows: int, least: float, most: float
+) -> None:
+    engine, policy = made()
+    answered(engine, [HOPELESS], 10)
+    began = len(policy.choices)
+    asked = [
+        request(f"{row}", [5 + row, 9, 40], draft=HOPELESS, max_tokens=80, ignore_eos=True)
+        for row in range(rows)
+    ]
+    rounds = len(run(engine, asked)["0"])
+    assert rounds >= 70
+    assert least <= (len(policy.choices) - began) / rounds <= most
+
+
 def test_each_draft_has_its_own_k_and_answers_are_the_targets() -> None:
     engine, policy = made()
     both = answered(engine, [PERFECT, HOPELESS], 4)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.actors.backoff import Backoff
+from paceline.actors.backoff import Backoff, RoundBackoff
 from paceline.actors.training.progress import Stopped, wait_for_permit
 
 
@@ -19,6 +19,23 @@ def test_delays_double_up_to_a_limit_until_a_success() -> None:
     assert backoff.fail() == 1.0
     backoff.failures = 10**6
     assert backoff.fail() == 5.0, "the exponent is bounded because a float is"
+
+
+def rounds_between(backoff: RoundBackoff, most: int | None = None) -> int:
+    """Rounds that are left out until the next try, which is in vain."""
+    left_out = 0
+    while backoff.leaves_out(most):
+        left_out += 1
+    backoff.fail()
+    return left_out
+
+
+def test_more_and_more_rounds_are_left_out_until_a_success() -> None:
+    backoff = RoundBackoff(5)
+    assert [rounds_between(backoff) for _ in range(5)] == [0, 1, 2, 4, 5]
+    assert [rounds_between(backoff, most) for most in (3, 0)] == [3, 0]
+    backoff.reset()
+    assert [rounds_between(backoff) for _ in range(3)] == [0, 1, 2]
 
 
 def polls(refused: int, poll_s: float) -> list[float]:
