@@ -21,6 +21,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from paceline.actors.speculation.costs import DraftCosts, DraftPrefill, PrefillCosts, StepCosts
@@ -506,8 +507,8 @@ class GoodputPolicy:
 
         best, promised, falling = DraftChoice(), 0.0, 0
         for k in range(1, self._max_tokens + 1):
-            found = max(self._candidates(rows, k), key=goodput)
-            value = goodput(found)
+            promises = {choice: goodput(choice) for choice in self._candidates(rows, k)}
+            found, value = max(promises.items(), key=itemgetter(1))
             falling = 0 if value > promised else falling + 1
             if not falling:
                 best, promised = found, value
