@@ -124,10 +124,15 @@ class DraftRunner:
                 version = self._proposer.version(batch[i].draft)
                 batch[i].set_draft_version(version)
                 self._controller.observe_version(batch[i].draft, version)
-        proposal = proposal.with_suffixes(suffixes)
-        if grammars:
-            most = {i: max(own, len(suffixes.get(i, ()))) for i, own in most.items()}
-            proposal = self._constrain(proposal, grammars, most)
+        try:
+            proposal = proposal.with_suffixes(suffixes)
+            if grammars:
+                most = {i: max(own, len(suffixes.get(i, ()))) for i, own in most.items()}
+                proposal = self._constrain(proposal, grammars, most)
+        except Exception:
+            self._failures += 1
+            logger.exception("the round continues without speculation")
+            proposal = Proposal.empty(len(batch), self._device)
         self._probs = proposal.token_probs
         self._drafting_s = self._clock() - self._round_start
         return proposal

@@ -188,9 +188,17 @@ class EagleDraft(nn.Module):
 
 
 def with_basis(draft: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Weights for a draft; older ones have no basis that fits, and get one of zeros."""
+    """Weights for a draft; older ones have no basis that fits, and get one of zeros.
+
+    Raises:
+        ValueError: their vocabulary has tokens that the target lacks. To be known before they are
+            copied: drafts that share a decoder make their heads together.
+    """
     if not isinstance(draft, EagleDraft):
         return state
+    ids = state.get(VOCABULARY, draft.get_buffer(VOCABULARY))
+    if int(ids.min()) < 0 or int(ids.max()) >= draft.config.vocab_size:
+        raise ValueError("the draft's vocabulary has tokens that the target lacks")
     known = state.get(BASIS)
     if known is not None and known.shape == draft.basis.shape:
         return state

@@ -130,7 +130,7 @@ def pad_rows(rows: Sequence[RowProposal | None]) -> PaddedRows:
     """Pad rows to the arrays of a DraftResponse, by field; None is a row without drafts."""
     lengths = [0 if row is None else len(row.token_ids) for row in rows]
     shape = len(rows), max(lengths, default=0)
-    width = max((row.support_ids.shape[1] for row in rows if row is not None), default=0)
+    width = max((row.support_ids.shape[1] for row in rows if row is not None), default=1)
     token_ids, token_probs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     support_ids = np.zeros((*shape, width), np.int32)
     support_probs = np.zeros((*shape, width), np.float32)

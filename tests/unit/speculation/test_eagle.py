@@ -250,8 +250,24 @@ def test_a_vocabulary_beyond_the_targets_is_refused(
     target: Path, tmp_path: Path, ids: torch.Tensor
 ) -> None:
     save_draft(new_draft(target, vocabulary=ids.int()), tmp_path)
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="tokens that the target lacks"):
         eagle_engine(target, {"a": tmp_path})
+
+
+def test_a_vocabulary_that_is_refused_leaves_the_other_drafts_alone(
+    target: Path, tmp_path: Path
+) -> None:
+    folders = {name: tmp_path / name for name in "ab"}
+    for folder in folders.values():
+        save_draft(new_draft(target, vocabulary=SMALL), folder)
+    good = dict(new_draft(target, vocabulary=SMALL).state_dict())
+    engine = eagle_engine(target, folders, k=3)
+    stack = engine.draft_runner._proposer._stacks["a"]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="tokens that the target lacks"):
+        stack.load_weights("a", 1, good | {"vocabulary": torch.full_like(SMALL, VOCAB)})
+    for slot in "ab":
+        stack.load_weights(slot, 1, good)
+    assert records_of(engine, asked(draft="b"))
 
 
 @pytest.mark.parametrize(("least", "longest"), [(0.0, {5}), (0.001, {2, 3, 4, 5}), (0.5, {1})])

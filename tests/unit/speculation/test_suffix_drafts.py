@@ -26,6 +26,7 @@ from paceline.actors.engine.request import SUFFIX, GenerationRequest
 from paceline.actors.speculation.costs import DraftCosts, StepCosts
 from paceline.actors.speculation.goodput import GoodputPolicy
 from paceline.actors.speculation.pool.draft_ahead import DraftAheadMode
+from paceline.actors.speculation.rejection_sampler import Proposal
 from paceline.actors.speculation.suffix.arm import SuffixArm
 from paceline.actors.speculation.suffix.estimates import (
     NUM_BINS,
@@ -365,6 +366,19 @@ def test_a_failure_of_the_arm_costs_no_answer(part: str, monkeypatch: pytest.Mon
     outputs = run(engine, [request("r", PROMPT, max_tokens=20)], draft_failures=True)
     assert {"r": tokens_of(outputs["r"])} == plain
     assert engine.draft_failures == 1
+
+
+def test_drafts_that_suffixes_cannot_join_cost_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = answers(suffix_engine(None, eos=-1), [request("r", PROMPT, max_tokens=20)])
+
+    def broken(*_: object) -> Proposal:
+        raise IndexError
+
+    monkeypatch.setattr(Proposal, "with_suffixes", broken)
+    engine = suffix_engine(SuffixArm(None), eos=-1)
+    outputs = run(engine, [request("r", PROMPT, max_tokens=20)], draft_failures=True)
+    assert {"r": tokens_of(outputs["r"])} == plain
+    assert engine.draft_failures > 1
 
 
 def test_acceptance_is_learnt_from_what_was_never_drafted() -> None:

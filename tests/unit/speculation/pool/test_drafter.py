@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engines import served
 from pools import VOCAB, make_drafter
 from tiny_models import tiny_llama
 
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.request import SamplingParams
-from paceline.actors.speculation.pool.drafter import Drafter
+from paceline.actors.speculation.pool.drafter import Drafter, pad_rows
 from paceline.actors.speculation.pool.messages import DraftRequest, DraftRequestRow, DraftResponse
+from paceline.actors.speculation.rejection_sampler import Proposal
 
 GREEDY = SamplingParams(max_tokens=50, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=50, temperature=0.9, seed=5)
@@ -303,3 +305,18 @@ def test_prefill_stops_without_memory_after_a_failure_and_with_the_sequence(
         drafter.run_idle_work()
     assert (drafter.failures, drafter.has_idle_work, drafter.num_sequences) == (1, False, 0)
     assert respond(drafter, row(tokens, 41)).unknown_rows == (0,)
+
+
+def test_suffixes_fit_beside_an_expert_that_still_prefills() -> None:
+    padded = {name: torch.from_numpy(array) for name, array in pad_rows([None]).items()}
+    waiting = Proposal(
+        token_ids=padded["token_ids"].long(),
+        num_drafted=padded["num_drafted"].long(),
+        token_probs=padded["token_probs"],
+        support_ids=padded["support_ids"].long(),
+        support_probs=padded["support_probs"],
+    )
+    both = waiting.scatter([0], 2).with_suffixes({1: [7, 8]})
+    assert both.num_drafted.tolist() == [0, 2]
+    assert both.token_ids.tolist() == [[0, 0], [7, 8]]
+    assert both.draft_probs[1].tolist() == [1.0, 1.0]
