@@ -20,7 +20,7 @@ from paceline.actors.engine.inference import inference
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.weights.checkpoint import copy_state, tied_names
-from paceline.actors.weights.eagle import with_basis
+from paceline.actors.weights.eagle import weights_for
 
 
 def kv_shapes(config: PreTrainedConfig) -> list[tuple[int, int]]:
@@ -288,10 +288,10 @@ class ModelRunner:
         """Copy new weights over a model's, in place.
 
         Raises:
-            ValueError: a name or shape differs; nothing has been copied then.
+            ValueError: a name or shape differs, or see weights_for; nothing has been copied then.
         """
         model = self.models[expert]
-        copy_state(model.state_dict(), with_basis(model, state), tied_names(model))
+        copy_state(model.state_dict(), weights_for(model, state), tied_names(model))
         self.decoder.refresh(expert)
 
 

@@ -63,11 +63,12 @@ class SpeculationController:
         """
         if all(s.num_speculative_tokens == 0 for s in batch):
             return [0] * len(batch)
-        uncomputed, chosen = set[str](), dict[DraftGroup, int]()
+        uncomputed: set[str] = set()
+        chosen: Mapping[DraftGroup, int] = {}
         # In a large batch choosing takes the longest and pays the least often.
         if not self._choices.leaves_out(most=len(batch) - 1):
             uncomputed = {s.request_id for s in batch if self._policy and self._needs_prefill(s)}
-            chosen = dict(self._choose_by_group(batch, prefilling, uncomputed))
+            chosen = self._choose_by_group(batch, prefilling, uncomputed)
             if any(chosen.values()):
                 self._choices.reset()
             else:

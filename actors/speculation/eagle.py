@@ -113,8 +113,6 @@ class EagleDecoder:
 
     def _head(self, draft: EagleDraft) -> _Head:
         ids = draft.get_buffer(VOCABULARY).long()
-        if int(ids.min()) < 0:  # torch would count from the end, and the kernels read what is there
-            raise IndexError("a token id of a draft's vocabulary is negative")
         codes = codes_of(self._ends.head)
         own = None if codes is None else codes.rows(ids.cpu())
         linear = StackedLinear(self._ends.head[ids][None], codes=[own])

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from paceline.actors.weights.checkpoint import copy_state, tied_names
-from paceline.actors.weights.eagle import Draft, with_basis
+from paceline.actors.weights.eagle import Draft, weights_for
 
 _DOWN, _UP = "adapter_down", "adapter_up"
 _Adapted = nn.Linear | nn.Embedding
@@ -131,4 +131,4 @@ def load_state(draft: Draft, state: Mapping[str, Tensor]) -> None:
         ValueError: names are missing or unknown, or shapes differ.
     """
     own = {name: weight for name, weight in draft.state_dict().items() if not is_adapter(name)}
-    copy_state(own, with_basis(draft, state), tied_names(draft))
+    copy_state(own, weights_for(draft, state), tied_names(draft))

@@ -187,7 +187,7 @@ class EagleDraft(nn.Module):
         return fused
 
 
-def with_basis(draft: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def weights_for(draft: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Weights for a draft; older ones have no basis that fits, and get one of zeros.
 
     Raises:
@@ -196,8 +196,8 @@ def with_basis(draft: nn.Module, state: Mapping[str, Tensor]) -> Mapping[str, Te
     """
     if not isinstance(draft, EagleDraft):
         return state
-    ids = state.get(VOCABULARY, draft.get_buffer(VOCABULARY))
-    if int(ids.min()) < 0 or int(ids.max()) >= draft.config.vocab_size:
+    ids = state.get(VOCABULARY, torch.empty(0))
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < draft.config.vocab_size:
         raise ValueError("the draft's vocabulary has tokens that the target lacks")
     known = state.get(BASIS)
     if known is not None and known.shape == draft.basis.shape:
@@ -385,8 +385,8 @@ def read_draft(folder: str | Path) -> EagleDraft:
         state = load_file(folder / "model.safetensors")
         if len(state.get(BASIS, ())):
             draft.basis = torch.zeros(state[BASIS].shape)
-        draft.load_state_dict(with_basis(draft, state))
-    except (OSError, RuntimeError, SafetensorError) as error:
+        draft.load_state_dict(weights_for(draft, state))
+    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
         raise ModelError(f"{folder}: {str(error).splitlines()[0]}") from error
     return draft
 

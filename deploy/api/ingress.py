@@ -318,7 +318,7 @@ class Ingress:
         """Status of target, drafts, replay, trainers and this replica."""
         status = await gather_status(self._target, replace(self._actors, shards=self._shards()))
         own = {
-            "records": self._settings.records,
+            "records": self._settings.records and len(self._experts) > 0,
             "failover": self._failover.counts(),
             "routed": self._route_selector.counts(),
             "user_config": self._user_config.status(),

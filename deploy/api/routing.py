@@ -116,11 +116,8 @@ class ExpertList(Collection[str]):
         return {name: actors.shard for name, actors in self.view.actors.items()}
 
     def update(self, view: TopicsView) -> None:
-        """Add the topics of a view, unless a newer one is known; experts are never removed."""
+        """Add the topics of a view; experts are never removed."""
         with self._lock:
-            known = self.view
-            if (view.revision, len(view.actors)) < (known.revision, len(known.actors)):
-                return
             new = [topic.name for topic in view.topics if topic.name not in self._experts]
             self._experts = (*self._experts, *new)
             self.view = view

@@ -204,14 +204,12 @@ class TopicAdmin:
     async def list_topics(self) -> TopicList:
         """Every topic and its state in each part."""
         registry, router = self._actors.registry, self._router
-        view, versions, target, labels = await asyncio.gather(
-            call_or_none(registry.topics.remote, _QUERY_TIMEOUT_S),
+        _, versions, target, labels = await asyncio.gather(
+            self._refresh(),
             call_or_none(registry.stable_versions.remote, _QUERY_TIMEOUT_S),
             call_or_none(self._target.status.remote, _QUERY_TIMEOUT_S),
             call_or_none(None if router is None else router.labels.remote, _QUERY_TIMEOUT_S),
         )
-        if view is not None:
-            self._experts.update(view)
         shards = self._shards()
         names = list(self._experts)
         stats = await asyncio.gather(
@@ -233,6 +231,12 @@ class TopicAdmin:
             for name, own in zip(names, stats, strict=True)
         ]
         return {"object": "list", "data": rows, "mutable": self._settings.mutable}
+
+    async def _refresh(self) -> None:
+        """Take the registry's view as it comes: later it might replace a newer one."""
+        view = await call_or_none(self._actors.registry.topics.remote, _QUERY_TIMEOUT_S)
+        if view is not None:
+            self._experts.update(view)
 
     async def add(self, request: Request, body: bytes) -> NewTopic:
         """Add a topic with a copy of ``general`` as its expert, and its examples to the router.

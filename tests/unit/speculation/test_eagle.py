@@ -250,7 +250,7 @@ def test_a_vocabulary_beyond_the_targets_is_refused(
     target: Path, tmp_path: Path, ids: torch.Tensor
 ) -> None:
     save_draft(new_draft(target, vocabulary=ids.int()), tmp_path)
-    with pytest.raises(ValueError, match="tokens that the target lacks"):
+    with pytest.raises(ModelError, match="tokens that the target lacks"):
         eagle_engine(target, {"a": tmp_path})
 
 
