@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -13,6 +14,8 @@ from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal
 from paceline.actors.weights.slots import expert_of
+
+logger = logging.getLogger(__name__)
 
 
 def merge(parts: Sequence[tuple[list[int], Proposal]], rows: int) -> Proposal:
@@ -118,19 +121,32 @@ class ColocatedProposer:
         self.faulty: frozenset[str] = frozenset()
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
-        """Draft tokens for every row, batched per stack."""
+        """Draft tokens for every row, batched per stack; one that fails costs its rows' drafts."""
         groups: dict[int, tuple[DraftStack, list[int]]] = {}
         for index, row in enumerate(rows):
             stack = self._stack_of[row.request_id] = self._stacks[row.draft]
             groups.setdefault(id(stack), (stack, []))[1].append(index)
-        parts = []
+        parts, prefilled = [], []
         self.faulty, self.prefilled = frozenset(), DraftPrefill()
         for stack, indices in groups.values():
             batch = [rows[i] for i in indices]
-            parts.append((indices, stack.propose(batch, self._support, self._generator)))
-            self.faulty |= stack.faulty
-        own = [stack.prefilled for stack, _ in groups.values()]
-        self.prefilled = DraftPrefill(sum(r.requests for r in own), sum(r.tokens for r in own))
+            try:
+                proposal, faulty = (
+                    stack.propose(batch, self._support, self._generator),
+                    stack.faulty,
+                )
+                prefilled.append(stack.prefilled)
+            except Exception:
+                faulty = frozenset(row.draft for row in batch)
+                logger.exception("no drafts of %s", sorted(faulty))
+                proposal = Proposal.empty(len(batch), self._generator.device)
+                for row in batch:
+                    stack.release(row.request_id)
+            parts.append((indices, proposal))
+            self.faulty |= faulty
+        self.prefilled = DraftPrefill(
+            sum(own.requests for own in prefilled), sum(own.tokens for own in prefilled)
+        )
         return merge(parts, len(rows))
 
     def num_uncomputed(self, request_id: str, draft: str, length: int) -> int:

@@ -66,7 +66,7 @@ class DraftRunner:
         self._limits: list[int] = []
         self._probs = torch.empty(0)
         self._failures = 0
-        self._proposals = RoundBackoff(_MAX_BACKOFF)  # a proposer that fails waits
+        self._backoffs: dict[str, RoundBackoff] = {}  # of drafts that failed in a row
 
     @property
     def failures(self) -> int:
@@ -114,9 +114,14 @@ class DraftRunner:
         known = [i for i, tokens in forced.items() if tokens]
         num_draft_tokens, suffixes = self._look_up_suffixes(batch, num_draft_tokens, known)
         without = {*known, *suffixes}
-        indices = [i for i, k in enumerate(num_draft_tokens) if k > 0 and i not in without]
+        waiting = {draft for draft, backoff in self._backoffs.items() if backoff.leaves_out()}
+        indices = [
+            i
+            for i, k in enumerate(num_draft_tokens)
+            if k > 0 and i not in without and batch[i].draft not in waiting
+        ]
         proposal = Proposal.empty(len(batch), self._device)
-        self._proposed = bool(indices) and not self._proposals.leaves_out()
+        self._proposed = bool(indices)
         if self._proposed:
             rows = [self._row(batch[i], target_rows[i], num_draft_tokens[i]) for i in indices]
             proposal = self._call_proposer(rows, proposal, indices, batch)
@@ -286,35 +291,25 @@ class DraftRunner:
     ) -> Proposal:
         try:
             proposal = self._proposer.propose(rows).scatter(indices, len(batch))
-            if not self._all_faulty(rows, batch):
-                self._proposals.reset()
-            return proposal
+            faulty = self._proposer.faulty
         except Exception:
-            self._failures += 1
             logger.exception("the round continues without speculation")
             for row in rows:
                 self._proposer.release(row.request_id)
-            if not self._remove_candidates(frozenset(row.draft for row in rows), batch):
-                self._proposals.fail()
-            return nothing
-
-    def _all_faulty(self, rows: list[DraftRow], batch: Sequence[RunningSequence]) -> bool:
-        """Note drafts that gave no probabilities; True if all did and none was a candidate."""
-        faulty = self._proposer.faulty
-        if not faulty:
-            return False
-        self._failures += 1
-        logger.warning("no probabilities of %s", sorted(faulty))
-        if self._remove_candidates(faulty, batch) or any(row.draft not in faulty for row in rows):
-            return False
-        self._proposals.fail()
-        return True
+            proposal, faulty = nothing, frozenset(row.draft for row in rows)
+        for draft in {row.draft for row in rows} - faulty:
+            self._backoffs.pop(draft, None)
+        if faulty:
+            self._failures += 1
+            # The next round goes on without the candidates: stable drafts do not wait for them.
+            if not self._remove_candidates(faulty, batch):
+                logger.warning("no drafts of %s", sorted(faulty))
+                for draft in faulty:
+                    self._backoffs.setdefault(draft, RoundBackoff(_MAX_BACKOFF)).fail()
+        return proposal
 
     def _remove_candidates(self, drafts: frozenset[str], batch: Sequence[RunningSequence]) -> bool:
-        """Remove the candidates among drafts that failed; returns whether there were some.
-
-        The next round goes on without them: stable drafts must not back off for a candidate.
-        """
+        """Remove the candidates among drafts that failed; returns whether there were some."""
         loaded = self._proposer.drafts()  # an empty slot drafts as the stable one
         failed = {d: loaded[d] for d in drafts if is_candidate(d) and d in loaded}
         for draft in failed:

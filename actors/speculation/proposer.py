@@ -59,7 +59,7 @@ class Proposer(Protocol):
 
     @property
     def faulty(self) -> frozenset[str]:
-        """Drafts with non-finite probabilities in the latest round; their rows are truncated."""
+        """Drafts that failed in the latest round; their rows are truncated or empty."""
         ...
 
     def num_uncomputed(self, request_id: str, draft: str, length: int) -> int:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
-from engines import make_engine, request, run, tokens_of
+from engines import engine_of, make_engine, request, run, served, tokens_of
 from slotted import IDS, asked, outcomes, plain, short_of_memory, state, two_slots
+from tiny_models import tiny_llama
 
 from paceline.actors.engine import engine as decoding
 from paceline.actors.engine.engine import Engine, StepOutput
+from paceline.actors.speculation.colocated import ColocatedProposer
 from paceline.actors.speculation.costs import DraftCosts, StepCosts
 from paceline.actors.speculation.goodput import GoodputPolicy
 from paceline.actors.speculation.pending_updates import PartialLoads, SetLimits, SwapWeights
+from paceline.actors.speculation.proposer import DraftRow
 
 
 def test_memory_that_runs_out_in_a_swap_costs_drafts_and_no_answer(
@@ -233,3 +236,37 @@ def test_a_policy_that_fails_at_new_weights_ends_no_round(
     outputs += run(engine, draft_failures=True)[IDS[0]]
     assert engine.draft_failures == 1
     assert tokens_of(outputs) == plain(IDS[0])
+
+
+def test_a_stack_that_fails_costs_its_own_drafts_and_not_a_candidate_of_another_stack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: list[dict[str, int]] = [{"a": 1, "a@candidate": 1}, {"wide": 3}]
+    stacks = [{n: served(tiny_llama(seed, layers=1)) for n, seed in own.items()} for own in names]
+    engine = engine_of(served(tiny_llama(1, layers=1)), stacks, canary_share=1.0)
+    engine.updates.put(SwapWeights("a@candidate", 7, state(1)))
+    run(engine)
+    calls = []
+
+    def broken(rows: Sequence[DraftRow], *_: object) -> None:
+        calls.append(len(rows))
+        raise RuntimeError("no drafts here")
+
+    proposer = cast("ColocatedProposer", engine.draft_runner._proposer)  # type: ignore[attr-defined]
+    monkeypatch.setattr(proposer._stacks["wide"], "propose", broken)
+    requests = [
+        asked(f"answer-{i}", draft=draft, max_tokens=60, ignore_eos=True)
+        for i, draft in enumerate(("a", "wide"))
+    ]
+    outputs = run(engine, requests, draft_failures=True)
+    assert engine.drafts()["a@candidate"] == 7
+    stats = [outputs[r.request_id][-1].chunk.speculative for r in requests]
+    assert stats[0] is not None
+    assert stats[0].num_spec_steps >= 10
+    assert stats[0].num_accepted_draft_tokens == stats[0].num_draft_tokens
+    assert stats[1] is not None
+    assert stats[1].num_draft_tokens == 0
+    assert 4 <= engine.draft_failures == len(calls) <= 8  # asked less and less
+    for r in requests:
+        answer = tokens_of(outputs[r.request_id])
+        assert answer == plain(r.request_id, max_tokens=60, ignore_eos=True)
