@@ -22,8 +22,9 @@ import torch
 from harness import arguments, json_lines, machine, rotation, say, show, write
 from models import ROUTER
 
+from paceline.actors.general import GENERAL
 from paceline.actors.router.added_topic_head import AddedTopicHead
-from paceline.actors.router.policy import GENERAL, MinConfidence, choose_topic
+from paceline.actors.router.policy import MinConfidence, choose_topic
 from paceline.actors.router.router import TopicRouter
 from paceline.actors.router.topic_fit import TopicFitSettings
 from paceline.deploy import model_store

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from paceline.actors.general import GENERAL
+
 DRAFT_OFF = "off"
 SUFFIX = "suffix"  # as the draft of tokens that suffixes proposed
 FINISH_STOP = "stop"
@@ -95,7 +97,8 @@ class GenerationRequest:
         prompt_token_ids: at least one.
         sampling: sampling parameters.
         topic: of the replay table.
-        draft: an expert (a topic, ``general``), its initial weights (``sql@0``), or ``off``.
+        draft: an expert (a topic, ``general``), its initial weights (``sql@0``), or ``off``. For
+            one that a replica lacks, an added topic's say, ``general`` drafts.
         num_speculative_tokens: None takes the engine's value; 0 is plain decoding.
         store: False keeps the request out of replay and of the prefix cache.
         recorded: False keeps it out of replay alone.
@@ -115,8 +118,8 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    topic: str = "general"
-    draft: str = "general"
+    topic: str = GENERAL
+    draft: str = GENERAL
     num_speculative_tokens: int | None = None
     store: bool = True
     recorded: bool = True

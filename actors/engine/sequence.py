@@ -25,6 +25,7 @@ from paceline.actors.engine.request import (
     with_stop_token_ids,
 )
 from paceline.actors.engine.settings import EngineSettings
+from paceline.actors.general import GENERAL
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.slots import candidate_of, expert_of, slot_for
 
@@ -374,6 +375,8 @@ def make_sequence(
             raise ValueError(f"a token id is not in the target's vocabulary of {vocab_size}")
     request = with_stop_token_ids(request, special_tokens(tokenizer.backend_tokenizer), vocab_size)
     request = with_all_stop_token_ids(request, settings.eos_token_ids, vocab_size)
+    if request.draft != DRAFT_OFF and request.draft not in drafts:
+        request = replace(request, draft=GENERAL)
     k = request.num_speculative_tokens
     if k is None:
         k = settings.num_speculative_tokens

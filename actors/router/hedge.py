@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.actors.general import GENERAL
 from paceline.actors.router.key_scope import may_draft
-from paceline.actors.router.policy import GENERAL
 
 STATE_VERSION = 1
 _MIN_WEIGHT = 1e-100  # many incomplete rows could reach 0

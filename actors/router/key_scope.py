@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from paceline.actors.router.policy import GENERAL, MinConfidence, Route, route
+from paceline.actors.general import GENERAL
+from paceline.actors.router.policy import MinConfidence, Route, route
 
 _SEPARATOR = "."  # in the name of no topic and no key
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-GENERAL = "general"
+from paceline.actors.general import GENERAL
+
 DEFAULT_MIN_CONFIDENCE = 0.5  # of topics that a mapping does not name
 
 # Probability that the most probable topic needs: one for all, or by topic of the calibrated

@@ -23,7 +23,8 @@ from typing import TypedDict
 import numpy as np
 from scipy.special import expit
 
-from paceline.actors.router.policy import GENERAL, MinConfidence, choose_topic
+from paceline.actors.general import GENERAL
+from paceline.actors.router.policy import MinConfidence, choose_topic
 from paceline.actors.router.regression import (
     ClassifiedTexts,
     ClassifierRow,

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
+from paceline.actors.general import GENERAL
 from paceline.actors.replay.record import ReplayRecord, is_synthetic
-from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.batches import (
     Batch,
     make_batch,

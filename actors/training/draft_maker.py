@@ -25,6 +25,7 @@ from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.engine.model_loader import load_tokenizer, resolve_device
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.general import GENERAL
 from paceline.actors.replay.record import ReplayRecord, decode, encode, is_held_out
 from paceline.actors.training.adapters import load_state
 from paceline.actors.training.batches import (
@@ -203,7 +204,7 @@ class DraftMaker:
         engine, _, _ = build_engine(
             TargetSettings(
                 model_path=own.target,
-                drafts={"general": str(draft)},
+                drafts={GENERAL: str(draft)},
                 num_threads=own.num_threads,
                 max_num_seqs=_SEQUENCES if self.device.type == "cpu" else _GPU_SEQUENCES,
                 max_model_len=_CONTEXT,
@@ -306,12 +307,12 @@ class DraftMaker:
         sampling = SamplingParams(
             _PROMPT_TOKENS, temperature=1.0, stop_token_ids=self._marks.cue[:1]
         )
-        return GenerationRequest(f"p{index}", start, sampling, draft="general", recorded=False)
+        return GenerationRequest(f"p{index}", start, sampling, draft=GENERAL, recorded=False)
 
     def _answer_request(self, prompt: tuple[int, ...], index: int) -> GenerationRequest:
         temperature = _TEMPERATURE if index % 2 else 0.0
         sampling = SamplingParams(_ANSWER_TOKENS, temperature=temperature)
-        return GenerationRequest(f"{self._chunks}-{index}", prompt, sampling, draft="general")
+        return GenerationRequest(f"{self._chunks}-{index}", prompt, sampling, draft=GENERAL)
 
     def _answers(
         self, requests: Sequence[GenerationRequest]
@@ -472,7 +473,7 @@ def measure_speed(
     """
     own = TargetSettings(
         model_path=settings.target,
-        drafts={"general": str(settings.out)},
+        drafts={GENERAL: str(settings.out)},
         num_threads=settings.num_threads,
         max_num_seqs=1,
         max_model_len=_CONTEXT,
@@ -496,7 +497,7 @@ def measure_speed(
                 f"{number}-{tokens}",
                 prompt,
                 sampling,
-                draft="general",
+                draft=GENERAL,
                 num_speculative_tokens=tokens,
                 recorded=False,
             )

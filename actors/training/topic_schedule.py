@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from paceline.actors.router.policy import GENERAL
+from paceline.actors.general import GENERAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from paceline.actors.backoff import Backoff
+from paceline.actors.general import GENERAL
 from paceline.actors.replay.buffer import ShardStats
-from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.drift import Drift, DriftSettings, DriftStatus
 from paceline.actors.training.permits import TopicProgress
 from paceline.actors.training.round_counts import RoundCounts

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.actors.general import GENERAL
 from paceline.actors.replay.buffer import Split
 from paceline.actors.replay.record import ReplayRecord
-from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.candidate import Candidate, one_per_prompt
 from paceline.actors.training.client import TrainerClient
 from paceline.actors.training.drift import DriftStatus

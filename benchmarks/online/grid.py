@@ -24,9 +24,9 @@ from harness import interval, machine, say, show, t_interval, write
 from prompts import Prompt
 
 from online.lab import FROZEN, Lab, Sizes, lab_arguments
+from paceline.actors.general import GENERAL
 from paceline.actors.replay.record import MAX_LENGTH, ReplayRecord, decode, encode
 from paceline.actors.replay.shard import Journal
-from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.batches import make_batch
 from paceline.actors.training.distiller import Distiller
 from paceline.actors.training.settings import (

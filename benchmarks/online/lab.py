@@ -24,9 +24,9 @@ from online.rounds import Agreement, Tally, replayed
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_tokenizer
 from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
+from paceline.actors.general import GENERAL
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.replay.shard import Journal
-from paceline.actors.router.policy import GENERAL
 from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX
 from paceline.actors.training.settings import TrainerSettings

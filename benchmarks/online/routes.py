@@ -28,10 +28,11 @@ from online.lab import Lab, Sizes, lab_arguments
 from online.learner import Learning
 from online.rounds import Tally
 from online.streams import acceptance_length
+from paceline.actors.general import GENERAL
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.replay.selection import is_scored
 from paceline.actors.router.hedge import Hedge
-from paceline.actors.router.policy import GENERAL, MinConfidence, choose_topic, route
+from paceline.actors.router.policy import MinConfidence, choose_topic, route
 from paceline.deploy.demo.prompts import TOPICS
 
 SINGLE, EXPERTS, FROZEN = "single", "experts", "frozen"

@@ -23,8 +23,8 @@ from online.lab import Lab
 from online.learner import Learner, Learning
 from online.plots import draw_shifts
 from online.streams import ORDER, Unit
+from paceline.actors.general import GENERAL
 from paceline.actors.replay.record import ReplayRecord
-from paceline.actors.router.policy import GENERAL
 
 KINDS = ("abrupt", "mixed")
 ONE, EXPERTS = SYSTEMS = ("one draft", "experts")

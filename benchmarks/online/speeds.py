@@ -36,7 +36,7 @@ from online.learner import Learning
 from online.streams import Unit, stream_arguments, stream_lab
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.request import DRAFT_OFF
-from paceline.actors.router.policy import GENERAL
+from paceline.actors.general import GENERAL
 from paceline.actors.speculation.pending_updates import SwapWeights
 
 PLAIN, DAY_0, SUFFIX, ONLINE = "plain", "frozen", "suffix", "online"

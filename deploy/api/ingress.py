@@ -25,9 +25,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.actors.engine.grammar import tokenizer_json
 from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest
 from paceline.actors.engine.target_handle import TargetHandle
+from paceline.actors.general import GENERAL
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.key_scope import experts_for, key_of
-from paceline.actors.router.policy import GENERAL, MinConfidence, Route
+from paceline.actors.router.policy import MinConfidence, Route
 from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.actor_calls import call_or_none, call_with_timeout
 from paceline.deploy.api.admission import ConcurrencyLimiter, DrainState

@@ -17,10 +17,11 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.actors.engine.target_handle import TargetHandle
+from paceline.actors.general import GENERAL
 from paceline.actors.replay.record import RecordError, decode
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.key_scope import topic_of
-from paceline.actors.router.policy import GENERAL, MinConfidence
+from paceline.actors.router.policy import MinConfidence
 from paceline.actors.router.topic_fit import TopicFitFigures, TopicFitSettings
 from paceline.actors.weights.topics import (
     StaleRevisionError,

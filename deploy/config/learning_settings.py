@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from paceline.actors.general import GENERAL
 from paceline.actors.replay.buffer import ReplaySettings
-from paceline.actors.router.policy import GENERAL
 from paceline.actors.training.settings import ScorerSettings
 from paceline.actors.training.synthetic.prompts import SyntheticSettings, TurnMarks, turn_marks
 from paceline.actors.weights.state_folder import fingerprints

@@ -16,7 +16,8 @@ from paceline.actors.engine.compatibility import (
     context_length,
     read_config,
 )
-from paceline.actors.router.policy import DEFAULT_MIN_CONFIDENCE, GENERAL, MinConfidence
+from paceline.actors.general import GENERAL
+from paceline.actors.router.policy import DEFAULT_MIN_CONFIDENCE, MinConfidence
 from paceline.actors.weights.checkpoint import ModelError, check_tensors
 from paceline.actors.weights.state_folder import is_locked
 from paceline.cluster.session import LOOPBACK

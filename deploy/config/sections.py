@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from paceline.actors.engine.settings import DraftPlacement, SuffixSource
+from paceline.actors.general import GENERAL
 from paceline.actors.replay.table import Remover, Sampler
-from paceline.actors.router.policy import GENERAL
 from paceline.actors.speculation.pool.draft_ahead import DraftAheadMode
 from paceline.actors.training.settings import (
     Loss,

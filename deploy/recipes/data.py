@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.actors.router.policy import GENERAL
+from paceline.actors.general import GENERAL
 
 TOPICS = ("math", "code", "sql", "shell")
 

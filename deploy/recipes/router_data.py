@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.actors.router.policy import GENERAL
+from paceline.actors.general import GENERAL
 from paceline.deploy.recipes.data import Row
 from paceline.deploy.recipes.router_words import (
     CODE_FORMS,

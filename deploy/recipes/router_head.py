@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from transformers import BertModel
 
+from paceline.actors.general import GENERAL
 from paceline.actors.router.classifier import HEAD_FILE
 from paceline.actors.router.encoder import TextEncoder, fingerprint, keep_layers
-from paceline.actors.router.policy import GENERAL
 from paceline.actors.router.regression import (
     ClassifiedTexts,
     Doubles,

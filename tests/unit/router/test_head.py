@@ -17,10 +17,11 @@ from topic_examples import trips
 from transformers import AutoModel, AutoTokenizer
 from unit.router.test_classifier import PROMPTS
 
+from paceline.actors.general import GENERAL
 from paceline.actors.router import encoder as encoder_module
 from paceline.actors.router.added_topic_head import AddedTopicHead
 from paceline.actors.router.classifier import HEAD_FILE, TopicClassifier
-from paceline.actors.router.policy import GENERAL, choose_topic
+from paceline.actors.router.policy import choose_topic
 from paceline.actors.router.router import TopicRouter
 from paceline.deploy import model_store
 from paceline.deploy.config.config import PacelineConfig, load_config

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.actors.general import GENERAL
 from paceline.actors.router.hedge import Hedge
 from paceline.actors.router.key_scope import (
     experts_for,
@@ -17,7 +18,7 @@ from paceline.actors.router.key_scope import (
     may_draft,
     topic_of,
 )
-from paceline.actors.router.policy import GENERAL, Route, route
+from paceline.actors.router.policy import Route, route
 
 KEYS, TOPICS = ("acme", "beta"), ("general", "sql", "code")
 EXPERTS = (GENERAL, *(key_topic(key, topic) for key in KEYS for topic in TOPICS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from unit.engine.test_graphs import graphed
 
 from paceline.actors.engine import fused as fused_layers
 from paceline.actors.engine.engine import Engine, StepOutput
+from paceline.actors.general import GENERAL
 from paceline.actors.speculation.pending_updates import AddExpert, SwapWeights
 from paceline.actors.weights.slots import in_canary
 
@@ -35,7 +37,7 @@ def state(kind: str, seed: int) -> dict[str, Tensor]:
     return found
 
 
-def engine_with(kind: str, experts: str = "ab", **more: Any) -> Engine:
+def engine_with(kind: str, experts: Iterable[str] = "ab", **more: Any) -> Engine:
     """The target is of seed 1, so that a draft of that seed is always accepted."""
     seeds = {name: 2 + i for i, name in enumerate(experts)}
     names = {**seeds, "a@0": 2} | ({f"{n}@candidate": s for n, s in seeds.items()} if more else {})
@@ -188,6 +190,20 @@ def test_an_expert_that_cannot_be_added_changes_nothing(monkeypatch: pytest.Monk
     engine.updates.put(SwapWeights("c", 2, state("tied", 1)))
     run(engine)
     assert accepted_all(run(engine, [asked(4, "c", max_tokens=24, ignore_eos=True)])["r4"])
+
+
+def test_an_expert_that_is_not_here_drafts_as_general() -> None:
+    engine = engine_with("tied", ("a", GENERAL))
+    engine.updates.put(SwapWeights(GENERAL, 3, state("tied", 1)))
+    engine.updates.put(AddExpert("c", "unknown"))
+    for draft in ("c", "c@0"):
+        parts = run(engine, [asked(1, draft, max_tokens=24, ignore_eos=True)])["r1"]
+        assert tokens_of(parts) == plain("tied", 1, max_tokens=24, ignore_eos=True)
+        assert accepted_all(parts)
+        outcome = parts[-1].outcome
+        assert outcome is not None
+        assert (outcome.expert, outcome.weight_version) == (GENERAL, 3)
+    assert run(engine, [asked(1, "off")])["r1"][-1].outcome is None
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "norms of queries"])
