@@ -43,7 +43,8 @@ from paceline.actors.training.forward import load_trainable
 from paceline.actors.training.optimizer_state import load_checkpoint, save_checkpoint
 from paceline.actors.training.settings import DistillerSettings
 from paceline.actors.training.shares import make_shares
-from paceline.actors.training.synthetic.prompts import first_turn, synthetic_prompt, turn_marks
+from paceline.actors.training.synthetic.prompts import synthetic_prompt
+from paceline.actors.training.turn_marks import first_turn, turn_marks
 from paceline.actors.weights.eagle import (
     BASIS,
     VOCABULARY,

@@ -7,6 +7,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from pydantic_core import from_json
 
 from paceline.actors.engine import compatibility
 from paceline.actors.engine.detokenizer import IncrementalDetokenizer
+from paceline.actors.training.turn_marks import TurnMarks, turn_marks
 from paceline.deploy.api.request_schemas import (
     ChatMessage,
     ChatTemplateOptions,
@@ -197,6 +200,29 @@ class PromptEncoder:
         """
         check_token_ids(token_ids, self._vocab_size, "tokens")
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    @cached_property
+    def _turn_marks(self) -> TurnMarks | None:
+        try:
+            return turn_marks(self._tokenizer)
+        except Exception:  # whatever a template raises
+            return None
+
+    def routed_text(self, token_ids: Sequence[int]) -> str | None:
+        """What the router classified of a prompt: a chat's last user text, or all of another one.
+
+        None if the chat template does not mark a user's text.
+
+        Raises:
+            ApiError: see decode.
+        """
+        text, marks = list(token_ids), self._turn_marks
+        if marks is None and self._tokenizer.chat_template:
+            return None
+        start = None if marks is None else marks.last_user_text(text)
+        if marks is not None and start is not None:
+            text = list(takewhile(lambda token_id: token_id != marks.cue[0], text[start:]))
+        return self.decode(text)
 
     def token_strs(self, token_ids: list[int]) -> list[str]:
         """The vocabulary's entries of token ids."""

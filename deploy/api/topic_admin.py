@@ -79,7 +79,7 @@ async def stored_prompts(shards: Mapping[str, ShardHandle], encoder: PromptEncod
 
     Args:
         shards: topic to the actor handle of its replay shard.
-        encoder: decodes the prompts.
+        encoder: decodes what the router classified of them.
     """
     samples = await asyncio.gather(
         *(
@@ -91,9 +91,12 @@ async def stored_prompts(shards: Mapping[str, ShardHandle], encoder: PromptEncod
     texts = []
     for data in (record for records in samples for record in records or ()):
         try:
-            texts.append(encoder.decode(list(decode(data).prompt_token_ids)))
-        except RecordError as error:
+            text = encoder.routed_text(decode(data).prompt_token_ids.tolist())
+        except (RecordError, ApiError) as error:  # ApiError: a token that the target lacks
             logger.info("skipped a replay record: %s", error)
+            continue
+        if text is not None:
+            texts.append(text)
     return texts
 
 

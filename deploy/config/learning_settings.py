@@ -9,7 +9,8 @@ import ray
 from paceline.actors.general import GENERAL
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.training.settings import ScorerSettings
-from paceline.actors.training.synthetic.prompts import SyntheticSettings, TurnMarks, turn_marks
+from paceline.actors.training.synthetic.prompts import SyntheticSettings
+from paceline.actors.training.turn_marks import TurnMarks, turn_marks
 from paceline.actors.weights.state_folder import fingerprints
 from paceline.deploy.config.config import PacelineConfig, default_threads
 from paceline.deploy.errors import ConfigError

@@ -9,33 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
 from paceline.actors.replay.record import ReplayRecord, synthetic_id
+from paceline.actors.training.turn_marks import TurnMarks
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_TEXTS = ("apples?", "7 Zebras run!")  # nothing in common, at neither end
 SHORTEST, LONGEST = 2, 8  # tokens of the stored text that are kept
 _MIN_ADDED = 2  # tokens
-
-
-@dataclass(frozen=True, slots=True)
-class TurnMarks:
-    """Token ids around a user's text.
-
-    Attributes:
-        opening: right before it, in a first turn and in later ones.
-        cue: behind the last one; an answer follows.
-    """
-
-    opening: tuple[int, ...]
-    cue: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,50 +45,6 @@ class SyntheticSettings:
     seed: int | None = None
 
 
-def turn_marks(tokenizer: PreTrainedTokenizerBase) -> TurnMarks:
-    """The marks of a tokenizer's chat template.
-
-    Args:
-        tokenizer: of transformers.
-
-    Raises:
-        ValueError: there is no template, or it ends a user's text by ordinary words, which a
-            user's text may hold.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("the target's tokenizer has no chat template")
-    firsts = [_templated(tokenizer, [text]) for text in _TEXTS]
-    seconds = [_templated(tokenizer, ["why", "so", text]) for text in _TEXTS]
-    cue = _common_end(*firsts)
-    opening = _common_end(_common_start(*firsts), _common_start(*seconds))
-    if not cue or not opening:
-        raise ValueError("the chat template does not mark a user's text")
-    if cue[0] not in tokenizer.added_tokens_decoder:
-        word = tokenizer.decode([cue[0]])
-        raise ValueError(f"the chat template ends a user's text by an ordinary token, {word!r}")
-    return TurnMarks(tuple(opening), tuple(cue))
-
-
-def first_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens before a first user's text by a tokenizer's chat template."""
-    return tuple(_common_start(*(_templated(tokenizer, [text]) for text in _TEXTS)))
-
-
-def _templated(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str]) -> list[int]:
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return [int(i) for i in ids]
-
-
-def _common_start(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    return [a for a, _ in takewhile(lambda p: p[0] == p[1], zip(first, second, strict=False))]
-
-
-def _common_end(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    return _common_start(first[::-1], second[::-1])[::-1]
-
-
 def cut_prompt(
     prompt: Sequence[int], marks: TurnMarks, rng: np.random.Generator
 ) -> tuple[int, ...] | None:
@@ -120,16 +58,14 @@ def cut_prompt(
     Returns:
         None for a prompt that is not templated, or with a last text shorter than 2 tokens.
     """
-    ids, end = list(prompt), len(prompt) - len(marks.cue)
-    if end < 0 or tuple(ids[end:]) != marks.cue:
+    end = len(prompt) - len(marks.cue)
+    if end < 0 or tuple(prompt[end:]) != marks.cue:
         return None
-    width = len(marks.opening)
-    starts = (i for i in range(end, width - 1, -1) if tuple(ids[i - width : i]) == marks.opening)
-    start = next(starts, None)
+    start = marks.last_user_text(prompt[:end])
     if start is None or end - start < SHORTEST:
         return None
     kept = int(rng.integers(SHORTEST, LONGEST + 1))
-    return tuple(ids[: start + min(kept, end - start - 1)])
+    return tuple(prompt[: start + min(kept, end - start - 1)])
 
 
 def prompt_request(

@@ -40,13 +40,12 @@ from paceline.actors.training.synthetic.generator import (
 )
 from paceline.actors.training.synthetic.prompts import (
     SyntheticSettings,
-    TurnMarks,
     answer_request,
     cut_prompt,
     prompt_request,
     synthetic_prompt,
-    turn_marks,
 )
+from paceline.actors.training.turn_marks import TurnMarks, turn_marks
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.learning_settings import synthetic_settings
 from paceline.deploy.errors import ConfigError

@@ -352,19 +352,19 @@ def test_an_addition_without_an_answer_is_not_called_undone(
         system.close()
 
 
-def test_stored_prompts_of_other_topics_are_kept_where_they_are() -> None:
+def test_stored_prompts_of_other_topics_are_kept_as_the_router_saw_them() -> None:
     tokenizer = tiny_tokenizer()
     encoder = PromptEncoder(tokenizer, len(tokenizer))
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "SELECT name"}], add_generation_prompt=True, tokenize=True,
-        return_dict=False,
-    )  # fmt: skip
+    turns = ("user", "hello"), ("assistant", "What is it?"), ("user", "SELECT name")
+    chat = [{"role": role, "content": text} for role, text in turns]
+    templated = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     settings = ReplaySettings(held_out_fraction=0.0)
     shard, general = (
         ReplayShard(topic, settings, clock=lambda: 1_000.0) for topic in ("sql", "general")
     )
     for own in (shard, general):
-        own.insert(encode(make_record(prompt=tuple(prompt))))
+        for prompt in (templated, [*templated, 5, 6], encoder.encode_text("SELECT age")):
+            own.insert(encode(make_record(prompt=tuple(prompt), request_id=str(len(prompt)))))
 
     async def dead(*_: object) -> None:
         raise ConnectionError
@@ -372,7 +372,10 @@ def test_stored_prompts_of_other_topics_are_kept_where_they_are() -> None:
     broken = SimpleNamespace(sample=SimpleNamespace(remote=dead))
     handles = {"sql": Actor(shard), "general": Actor(general), "math": broken}
     found = asyncio.run(negatives.stored_prompts(handles, encoder))
-    assert found == ["SELECT name"]
+    assert sorted(found) == ["SELECT age", "SELECT name", "SELECT name"]
+    tokenizer.chat_template = "{{ messages[-1].content }}"  # no marks: what is a user's?
+    unmarked = PromptEncoder(tokenizer, len(tokenizer))
+    assert asyncio.run(negatives.stored_prompts(handles, unmarked)) == []
     assert len(set(negatives.bundled_prompts())) > 300
 
 
