@@ -3,13 +3,13 @@
 No ``from __future__ import annotations`` here: Ray reads the annotations of what it wraps.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
+from paceline.actors.cores import available_cores
 from paceline.actors.priority import lower_process_priority
 from paceline.actors.replay.host import ShardHostHandle, shard_of
 from paceline.actors.replay.shard import ShardHandle
@@ -129,5 +129,5 @@ def trainer_slots(name: str, booked: Amounts, num_threads: int) -> tuple[Resourc
     node = str(ray.get_runtime_context().get_node_id())
     if booked:
         return (ResourceSlot(name, node, booked),)
-    count = max(1, (os.cpu_count() or 1) // num_threads)
+    count = max(1, available_cores() // num_threads)
     return tuple(ResourceSlot(f"{node}/{number}", node) for number in range(count))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util import metrics
 
+from paceline.actors.cores import available_cores
 from paceline.actors.engine.target_handle import TargetHandle
 from paceline.actors.priority import lower_priority
 from paceline.actors.replay.host import ShardHost, ShardHostHandle, remove_records
@@ -147,7 +148,7 @@ def _scheduler(config: PacelineConfig) -> TrainerSchedulerHandle:
         TrainerScheduler, lambda s: scheduler_samples(s.status(), s.pop_yield_times())
     )
     scheduler = _restarted(config, metered_scheduler, SCHEDULER)
-    occupied = occupied_above(config, os.cpu_count() or 1)
+    occupied = occupied_above(config, available_cores())
     default_s = _YIELD_S if _has_gpu(config) else _YIELD_ON_CPU_S
     settings = SchedulerSettings(yield_timeout_s=config.training.yield_timeout_s or default_s)
     handle: TrainerSchedulerHandle = scheduler.remote(

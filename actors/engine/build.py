@@ -368,7 +368,7 @@ def build_engine(
             not available.
         OSError: a model folder cannot be read.
     """
-    torch.set_num_threads(settings.num_threads)
+    torch.set_num_threads(settings.threads)
     device = resolve_device(settings.device)
     dtype = target_dtype(settings.dtype, device, settings.model_path)
     tokenizer = load_tokenizer(settings.model_path)

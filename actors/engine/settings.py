@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paceline.actors.cores import available_cores, default_threads
+
 DraftPlacement = Literal["colocated", "pool"]
 Numerics = Literal["auto", "invariant"]
 SuffixSource = Literal["off", "request", "topic"]
@@ -21,7 +23,7 @@ class TargetSettings:
         heads: folder of Medusa heads per further draft; colocated only.
         dtype: auto, bfloat16, float16 or float32.
         device: auto, or torch's name.
-        num_threads: torch threads of the engine.
+        num_threads: torch threads of the engine; None is the default for the cores there.
         max_num_seqs: maximum running requests.
         max_model_len: None takes the target's own limit.
         kv_cache_mb: MiB of the target's KV cache; None is enough for ``max_num_seqs`` full
@@ -58,7 +60,7 @@ class TargetSettings:
     heads: dict[str, str] = field(default_factory=dict)
     dtype: str = "auto"
     device: str = "auto"
-    num_threads: int = 2
+    num_threads: int | None = 2
     max_num_seqs: int = 16
     max_model_len: int | None = None
     kv_cache_mb: int | None = None
@@ -82,6 +84,11 @@ class TargetSettings:
     canary_share: float = 0.0
     suffix: SuffixSource = "off"
     retention_s: float = 24 * 3600.0
+
+    @property
+    def threads(self) -> int:
+        """Torch threads of an engine in this process."""
+        return self.num_threads or default_threads(available_cores())
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,7 @@ class TargetReplica:
         self._suffix_store = engine.draft_runner.suffix_store
         self._loop = EngineLoop(
             engine,
-            num_threads=settings.num_threads,
+            num_threads=settings.threads,
             on_record=self._insert_record if self._shards else None,
             on_load=self._report,
             on_outcome=self._add_outcome if self._outcome_reporter is not None else None,

@@ -212,11 +212,6 @@ class PacelineConfig(Section):
         return self.with_topics(topic.name for topic in added)
 
 
-def default_threads(cores: int) -> int:
-    """The target's threads by default: half of the cores, at least two of them."""
-    return min(cores, max(2, cores // 2))
-
-
 def load_config(
     path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
 ) -> PacelineConfig:

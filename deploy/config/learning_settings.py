@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from paceline.actors.cores import default_threads
 from paceline.actors.general import GENERAL
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.training.settings import ScorerSettings
 from paceline.actors.training.synthetic.prompts import SyntheticSettings
 from paceline.actors.training.turn_marks import TurnMarks, turn_marks
 from paceline.actors.weights.state_folder import fingerprints
-from paceline.deploy.config.config import PacelineConfig, default_threads
+from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def occupied_above(config: PacelineConfig, cores: int) -> int:
 
     Args:
         config: see PacelineConfig.
-        cores: of this machine; ignored for a trainer on a host of its own.
+        cores: of the machine that target and trainers share; ignored for a trainer on a host of
+            its own.
     """
     share = config.training.max_occupancy
     if share == "auto":

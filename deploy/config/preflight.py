@@ -11,6 +11,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from paceline.actors.cores import available_cores
 from paceline.actors.engine.compatibility import (
     check_models,
     context_length,
@@ -147,7 +148,7 @@ def _auth_warnings(config: PacelineConfig) -> list[str]:
 
 def _pool_warnings(config: PacelineConfig) -> list[str]:
     drafts = config.drafts
-    processes, cores = drafts.pool_processes, os.cpu_count() or 1
+    processes, cores = drafts.pool_processes, available_cores()
     if drafts.num_gpus or processes * drafts.num_threads < cores:
         return []
     return [
@@ -157,7 +158,7 @@ def _pool_warnings(config: PacelineConfig) -> list[str]:
 
 
 def _rank_warnings(config: PacelineConfig) -> list[str]:
-    training, cores = config.training, os.cpu_count() or 1
+    training, cores = config.training, available_cores()
     wanted = training.ranks * training.num_threads
     if config.placement.trainer_is_apart or not training.enabled:
         return []

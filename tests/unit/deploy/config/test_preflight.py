@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.actors.weights.state_folder import LOCK_NAME
 from paceline.deploy import app, learning
-from paceline.deploy.config import learning_settings, replica_settings
+from paceline.deploy.config import learning_settings, preflight, replica_settings
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.preflight import check, router_confidence, warnings
 from paceline.deploy.errors import ConfigError
@@ -312,10 +312,10 @@ def test_a_pool_without_cores_for_it_is_warned_of(
     config: PacelineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = changed(config, {"drafts.placement": "pool"})
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(preflight, "available_cores", lambda: 4)
     assert any("5 processes on 4 cores" in line for line in warnings(pool))
     assert warnings(config) == []
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr(preflight, "available_cores", lambda: 64)
     assert warnings(pool) == []
 
 
@@ -368,11 +368,11 @@ def test_ranks_without_cores_for_them_are_warned_of(
     config: PacelineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = changed(config, {"training.ranks": 2, "target.device": "cpu"})
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(preflight, "available_cores", lambda: 2)
     assert any("2 processes step together on 2 cores" in line for line in warnings(ranks))
     trainers = changed(config, {"training.trainers": 3, "target.device": "cpu"})
     assert any("3 trainers take turns on 2 cores" in line for line in warnings(trainers))
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr(preflight, "available_cores", lambda: 64)
     assert warnings(ranks) == warnings(trainers) == []
 
 

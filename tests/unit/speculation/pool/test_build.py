@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def settings(tmp_path: Path) -> ExpertSettings:
     own = TargetSettings(
         str(target), {"sql": str(draft), "general": str(draft)}, dtype="float32", max_num_seqs=3
     )
-    return ExpertSettings("sql", own, max_sequences=6, target_cores=2)
+    return ExpertSettings("sql", own, max_sequences=6)
 
 
 def with_target(settings: ExpertSettings, **fields: Any) -> ExpertSettings:
@@ -67,7 +66,7 @@ def test_on_a_gpu_the_cache_takes_a_share_of_the_free_memory(
 def test_a_spare_core_counts_for_one_expert_only(
     settings: ExpertSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(build, "available_cores", lambda: 6)
     assert spare_cores(settings, CPU) == 2
     assert spare_cores(dataclasses.replace(settings, other_cores=4), CPU) == -2
     assert spare_cores(dataclasses.replace(settings, other_cores=4), GPU) >= settings.num_threads

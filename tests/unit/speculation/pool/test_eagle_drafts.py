@@ -57,10 +57,7 @@ def pooled(
 ) -> Iterator[tuple[Engine, PoolProposer, dict[str, ExpertServer]]]:
     """An engine, its proposer, and the experts' servers of this process."""
     own = replace(settings, placement="pool", **fields)
-    servers = {
-        name: build_server(ExpertSettings(name, own, max_sequences=4, target_cores=1))
-        for name in EXPERTS
-    }
+    servers = {name: build_server(ExpertSettings(name, own, max_sequences=4)) for name in EXPERTS}
     proposer = make_proposer(EXPERTS)
     try:
         for name, server in servers.items():
