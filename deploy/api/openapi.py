@@ -66,12 +66,14 @@ def _list_of(items: Schema) -> Schema:
     return {"type": "array", "items": items, "minItems": 1, "maxItems": MAX_PROMPTS}
 
 
-# Fields with validators in code.
-_FIELDS: dict[str, Schema] = {
+# Fields with validators in code: of completions alone, and of all requests that have them.
+_OF_COMPLETIONS: dict[str, Schema] = {
     "prompt": {"anyOf": [_STRING, _list_of(_STRING), _TOKENS, _list_of(_TOKENS)]},
+    "echo": _FLAG,
+}
+_FIELDS: dict[str, Schema] = {
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, _NULL]},
     "logit_bias": {"anyOf": [_BIAS, _NULL]},
-    "echo": _FLAG,
     "return_token_strs": _FLAG,
     "ignore_eos": _FLAG,
     "return_token_ids": _FLAG,
@@ -139,9 +141,9 @@ def openapi_document(model_name: str) -> Schema:
         required = "model" in schemas[name].get("required", ())
         names = [model_name] if required else [model_name, None]
         schemas[name]["properties"]["model"] = {"enum": names}
+    schemas["CompletionRequest"]["properties"] |= _OF_COMPLETIONS
     text = schemas["ResponsesRequest"]["properties"]
     text["input"] = {"anyOf": [_STRING, text["input"]]}
-    text["prompt"] = _NULL  # a stored one, not that of completions
     schemas["TokenizeRequest"]["oneOf"] = [
         {"required": [one], "properties": {one: {"not": _NULL}, other: _NULL}}
         for one, other in (("prompt", "messages"), ("messages", "prompt"))
