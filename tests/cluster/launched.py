@@ -55,6 +55,7 @@ class Launched:
         config["provider"]["head_ip"] = self.head.address
         config["provider"]["worker_ips"] = [host.address for host in self.others]
         config["auth"]["ssh_private_key"] = str(self.hosts.key)
+        del config["file_mounts"]["~/install"]
         config["setup_commands"] = ["python -c 'import paceline.deploy.cluster_app'"]
         for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
             last = config[commands][-1]

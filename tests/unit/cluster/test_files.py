@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def test_ray_takes_the_file(name: str) -> None:
     validate_config(config)
     mounts = dict(config["file_mounts"])
     assert mounts.pop("~/.ray/auth_token") == "~/.ray/auth_token"
-    assert mounts == ({} if name == "local" else {"~/install": "dist/install"})
+    assert mounts == {"~/install": "dist/install"}
 
 
 def test_rays_schema_is_one_that_refuses() -> None:
@@ -101,8 +102,8 @@ def test_every_host_starts_ray_with_the_same_environment(name: str) -> None:
 def test_hosts_install_as_the_makefile_and_the_image_do(name: str) -> None:
     """The pinned torch is there before DeepSpeed is, which is built beside it."""
     commands = read(name)["setup_commands"]
-    torch, ours = (command for command in commands if "bin/pip install" in command)
-    pinned = re.search(r"\$\((grep [^)]*) \S+constraints\.txt\)", torch)
+    torch, ours, again = (command for command in commands if "bin/pip install" in command)
+    pinned = re.search(r"\$\((grep [^)]*) ~/install/constraints\.txt\)", torch)
     assert pinned is not None
     asked = f"{pinned[1]} {ROOT / 'constraints.txt'}"
     found = subprocess.run(asked, shell=True, capture_output=True, text=True, check=True).stdout
@@ -113,13 +114,32 @@ def test_hosts_install_as_the_makefile_and_the_image_do(name: str) -> None:
         assert part in makefile
         assert part in ours
     assert ours.startswith("DS_BUILD_OPS=0 ")
-    # hosts of a cloud are there before their shared folder is: the wheel comes from the operator
-    folder = "/srv/paceline/install" if name == "local" else "~/install"
-    assert f"--constraint {folder}/constraints.txt {folder}/paceline-*.whl" in ours
-    assert commands.index(torch) < commands.index(ours)
+    assert "--constraint ~/install/constraints.txt " in ours
+    assert commands.index(torch) < commands.index(ours) < commands.index(again)
     config = config_of(read("serve"))
     for model in (config.target.path, config.router.path):
-        assert commands.index(ours) < commands.index(f"~/paceline/bin/paceline models {model}")
+        assert commands.index(again) < commands.index(f"~/paceline/bin/paceline models {model}")
+
+
+@pytest.mark.parametrize("name", RAY_UP)
+def test_a_rebuilt_wheel_is_installed_even_of_the_same_version(name: str, tmp_path: Path) -> None:
+    """The newest of those that earlier `ray up`s have left; its dependencies stay."""
+    pip, install = tmp_path / "paceline/bin/pip", tmp_path / "install"
+    pip.parent.mkdir(parents=True)
+    pip.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')
+    pip.chmod(0o755)
+    install.mkdir()
+    for age, version in enumerate(("0.1.0", "0.2.0", "0.10.0")):
+        wheel = install / f"paceline-{version}-py3-none-any.whl"
+        wheel.touch()
+        os.utime(wheel, (1000 - age, 1000 - age))
+    for command in read(name)["setup_commands"]:
+        if "paceline-*.whl" in command:
+            subprocess.run(["bash", "-c", command], env=os.environ | {"HOME": str(tmp_path)})
+    newest = f"{install}/paceline-0.1.0-py3-none-any.whl"
+    first, again = (tmp_path / "calls").read_text().splitlines()
+    assert first.endswith(f" {newest}")
+    assert again == f"install --quiet --force-reinstall --no-deps {newest}"
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])
