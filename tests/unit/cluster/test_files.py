@@ -207,10 +207,16 @@ def test_the_fractions_of_a_gpu_leave_room_for_the_experts() -> None:
     assert config.placement.trainer_is_apart
 
 
-def test_local_hosts_declare_every_resource_in_use() -> None:
-    text = (FILES / "local.yaml").read_text()
-    declared = {name for found in re.findall(r"\{\".*?\}", text) for name in json.loads(found)}
-    assert asked(config_of(read("serve"))) == declared
+def test_local_hosts_have_room_for_every_role_and_replica() -> None:
+    lines = re.findall(r'# +(\S+) +(\{".*\})\n', (FILES / "local.yaml").read_text())
+    hosts = {address: json.loads(resources) for address, resources in lines}
+    provider = read("local")["provider"]
+    assert list(hosts) == [provider["head_ip"], *provider["worker_ips"]]
+    config = config_of(read("serve"))
+    assert asked(config) == {name for resources in hosts.values() for name in resources}
+    assert config.placement.target["serving"] == 1
+    room = sum(resources.get("serving", 0) for resources in hosts.values())
+    assert room == config.target.num_replicas
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
