@@ -69,7 +69,7 @@ def start_of(learnt: Path | None, target: Path, layers: int) -> Path | None:
 def make(target: str, settings: MakerSettings) -> str:
     """Make a draft and write its card; returns the card.
 
-    An interrupted run goes on where it was.
+    An interrupted run goes on where it was, also if its draft is written and the card is not.
 
     Args:
         target: as the user named it.
@@ -139,7 +139,7 @@ def card(
         acceptance=_listed(acceptance),
         before=_listed(before),
         start="went on from a draft that had learnt before"
-        if settings.start
+        if maker.start
         else "started from the target's first layers",
         k=speed.k,
         measured=speed.measured,

@@ -124,7 +124,7 @@ class MakerSettings:
         num_threads: of torch.
         layers: of the trunk.
         start: a draft of this target that has learnt, to go on from; None is the target's first
-            layers.
+            layers. A further run keeps the first one's: by then ``out`` may hold what it has made.
     """
 
     target: str
@@ -152,6 +152,7 @@ class DraftMaker:
     Attributes:
         device: of generation and training, the GPU if there is one.
         step_records: answers of an optimizer step.
+        start: see MakerSettings; the first run's.
     """
 
     def __init__(
@@ -184,7 +185,8 @@ class DraftMaker:
         torch.set_num_threads(settings.num_threads)
         self._tokenizer = load_tokenizer(settings.target)
         self._marks = turn_marks(self._tokenizer)
-        self._start = first_turn(self._tokenizer)
+        self._first_turn = first_turn(self._tokenizer)
+        self.start = settings.start
         self._elapsed = self._generated = 0.0  # seconds, of all and of generation
         self._chunks = 0  # files of records
         self._records: list[ReplayRecord] = []
@@ -196,7 +198,7 @@ class DraftMaker:
         self._distiller: Distiller | None = None
         folder = self._work / "initial"
         if not (folder / "config.json").is_file():
-            known = settings.start and read_draft(settings.start)
+            known = self.start and read_draft(self.start)
             save_draft(known or new_draft(settings.target, settings.layers), folder)
         self._engine = self._make_engine(folder)
 
@@ -282,7 +284,7 @@ class DraftMaker:
 
         What a draft has learnt before it forgets on few answers, so all are made first.
         """
-        until = self._settings.seconds if self._settings.start else self._elapsed
+        until = self._settings.seconds if self.start else self._elapsed
         return len(self._records) < _FIRST_RECORDS or self._generated < _GENERATING * until
 
     def _generate(self) -> None:
@@ -304,7 +306,7 @@ class DraftMaker:
     def _prompt_request(self, index: int) -> GenerationRequest:
         opening = _OPENINGS[int(self._rng.integers(len(_OPENINGS)))]
         words = self._tokenizer(opening, add_special_tokens=False)["input_ids"]
-        start = (*self._start, *(words if index % 3 else ()))
+        start = (*self._first_turn, *(words if index % 3 else ()))
         sampling = SamplingParams(
             _PROMPT_TOKENS, temperature=1.0, stop_token_ids=self._marks.cue[:1]
         )
@@ -333,7 +335,7 @@ class DraftMaker:
 
     def _prepare(self) -> None:
         """Choose the vocabulary, and start or resume training."""
-        folder, further = self._work / "initial", self._settings.start is not None
+        folder, further = self._work / "initial", self.start is not None
         if not (further or (self._work / "weights.safetensors").is_file()):
             self._begin(folder)
         settings = DistillerSettings(
@@ -372,7 +374,7 @@ class DraftMaker:
         """What the objective computes in a part of the time."""
         if part >= _PARTIAL:
             return FULL
-        rough = part < _ROUGH and self._settings.start is None
+        rough = part < _ROUGH and self.start is None
         tokens = _TOKENS if self.device.type == "cpu" else None
         return Effort(1 if rough else STEPS, tokens, self._rng)
 
@@ -401,27 +403,30 @@ class DraftMaker:
             save_checkpoint(
                 self._work / "optimizer", self._distiller.live_state(), 1, _STATE_DIGEST
             )
-        facts = {"elapsed_s": self._elapsed, "generated_s": self._generated} | self._origin()
+        facts = self._chosen() | {
+            "start": None if self.start is None else str(self.start),
+            "elapsed_s": self._elapsed,
+            "generated_s": self._generated,
+        }
         text = json.dumps(facts) + "\n"
         path = self._work / "state.json"
         replace_text(path, text)
 
-    def _origin(self) -> dict[str, Any]:
+    def _chosen(self) -> dict[str, Any]:
         """What must be the same in every run."""
-        own = self._settings
-        start = None if own.start is None else str(own.start)
-        return {"seed": own.seed, "layers": own.layers, "start": start}
+        return {"seed": self._settings.seed, "layers": self._settings.layers}
 
     def _restore(self) -> None:
         state = self._work / "state.json"
         if state.is_file():
             facts = json.loads(state.read_text(encoding="utf-8"))
-            for name, value in self._origin().items():
+            for name, value in self._chosen().items():
                 if facts[name] != value:
                     raise ValueError(
                         f"{self._work} was begun with {name} {facts[name]} instead of {value}; "
                         "go on with that, or remove the folder"
                     )
+            self.start = None if facts["start"] is None else Path(facts["start"])
             self._elapsed, self._generated = facts["elapsed_s"], facts["generated_s"]
         for path in sorted(self._work.glob("records-*.msgpack")):
             self._records += map(decode, msgpack.unpackb(path.read_bytes()))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fixture_models import TARGET
 from tiny_models import save_tiny
 
 from paceline.actors.training import draft_maker
-from paceline.actors.training.draft_maker import DraftMaker, MakerSettings
+from paceline.actors.training.draft_maker import DraftMaker, MakerSettings, Speed
 from paceline.actors.weights.eagle import new_draft, save_draft
+from paceline.deploy import draft_making
 from paceline.deploy.draft_making import make, start_of
 from paceline.deploy.errors import ConfigError
 
@@ -67,10 +70,46 @@ def test_what_a_run_has_left_goes_on_as_it_was_begun(target: Path, tmp_path: Pat
     for other in (
         MakerSettings(str(target), out, 0.0, seed=4),
         MakerSettings(str(target), out, 0.0, seed=3, layers=2),
-        MakerSettings(str(target), out, 0.0, seed=3, start=tmp_path / "other"),
     ):
-        with pytest.raises(ConfigError, match=r"was begun with (seed 3|layers 1|start None)"):
+        with pytest.raises(ConfigError, match=r"was begun with (seed 3|layers 1)"):
             make("tiny", other)
+
+
+@pytest.mark.usefixtures("deepspeed")
+@pytest.mark.parametrize("learnt", [False, True])
+def test_a_run_that_was_stopped_behind_its_draft_writes_the_card(
+    learnt: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is by then the one to go on from, as for a run that begins."""
+    for name, value in {
+        "_PROMPTS": 12,
+        "_STEPS": 1,
+        "_FIRST_RECORDS": 12,
+        "_PROMPT_TOKENS": 48,
+        "_ANSWER_TOKENS": 40,
+        "_HELD_OUT": 0.3,
+    }.items():
+        monkeypatch.setattr(draft_maker, name, value)
+    speeds = iter([KeyboardInterrupt(), Speed(2, 1.1, 1.2, 1.5)])
+
+    def measure_speed(*_: object) -> Speed:
+        if isinstance(speed := next(speeds), Speed):
+            return speed
+        raise speed
+
+    monkeypatch.setattr(draft_making, "measure_speed", measure_speed)
+    start, out = tmp_path / "learnt", tmp_path / "draft"
+    if learnt:
+        save_draft(new_draft(TARGET), start)
+    begun = MakerSettings(str(TARGET), out, 1.0, start=start if learnt else None)
+    with pytest.raises(KeyboardInterrupt):
+        make("small", begun)
+    card = make("small", replace(begun, start=start_of(out, TARGET, 1)))
+    assert (out / "README.md").read_text() == card
+    began = "went on from a draft" if learnt else "started from the target's first layers"
+    assert f"It {began}" in card
+    assert start_of(out, TARGET, 1) == out
+    assert not (out / "making").exists()
 
 
 @pytest.mark.parametrize(
