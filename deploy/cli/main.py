@@ -268,7 +268,14 @@ def history(
     from paceline.actors.weights.history import read_all_decisions
     from paceline.deploy.cli.tables import decision_table
 
-    decisions = read_all_decisions(_load(config, {"state_dir": state_dir}).state_path, topic)
+    loaded = _load(config, {"state_dir": state_dir})
+    decisions = read_all_decisions(loaded.state_path, topic)
+    if topic is not None and not decisions:
+        topics = loaded.with_added_topics().drafts.experts
+        if topic not in topics:
+            raise ConfigError(
+                f"There is no topic {topic}; there are {', '.join(topics) or 'none'}."
+            )
     if as_json:
         for decision in decisions:
             _print(json.dumps(decision))

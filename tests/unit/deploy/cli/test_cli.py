@@ -12,7 +12,9 @@ import pytest
 import yaml
 from fixture_models import SMALL_MODELS
 
+from paceline.actors.weights.topics import AddedTopic, TopicCatalogue, write_catalogue
 from paceline.deploy.cli.main import main
+from paceline.deploy.config.config import WEIGHTS_FOLDER
 
 FULL = Path("/dev/full")
 NO_NETWORK = {
@@ -90,6 +92,21 @@ def test_history_shows_the_evidence_of_every_decision(
 def test_history_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["history", "--state-dir", str(tmp_path)]) == 0
     assert "No decision" in capsys.readouterr().out
+    assert main(["history", "--state-dir", str(tmp_path), "--topic", "sql"]) == 0
+    assert "No decision on sql" in capsys.readouterr().out
+
+
+def test_history_of_no_topic_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_history(tmp_path)
+    (tmp_path / WEIGHTS_FOLDER).mkdir()
+    added = TopicCatalogue(1, (AddedTopic("law", "general"),))
+    write_catalogue(tmp_path / WEIGHTS_FOLDER, added)
+    arguments = ["history", "--state-dir", str(tmp_path), "--topic"]
+    assert main([*arguments, "nope"]) == 2
+    said = capsys.readouterr().err
+    assert "There is no topic nope; there are " in said
+    assert {"sql", "general", "law"} <= set(said.rstrip(".\n").replace(",", "").split())
+    assert main([*arguments, "law"]) == 0
 
 
 @pytest.mark.parametrize(
