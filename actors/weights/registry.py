@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import ray
 
@@ -43,6 +44,12 @@ logger = logging.getLogger(__name__)
 
 _NOT_FINITE = "weights that are not finite"
 _SUBSCRIBER_TTL_S = 25.0  # more than two polls
+
+
+class _Subscriber(NamedTuple):
+    versions: dict[str, int]  # by slot
+    expert: str | None  # whose weights alone it loads
+    polled_at: float
 
 
 class WeightRegistry:
@@ -86,7 +93,7 @@ class WeightRegistry:
         marks = self._added.inherited({topic: marks[topic] for topic in topics})
         self._canary = canary
         self._clock = clock
-        self._loaded: dict[str, tuple[dict[str, int], float]] = {}  # by subscriber, and when
+        self._subscribers: dict[str, _Subscriber] = {}
         self._monitor = CanaryMonitor(marks, canary)
         self._admission = CandidateAdmission(canary)
         self._store = VersionStore(
@@ -332,11 +339,15 @@ class WeightRegistry:
     def topic_status(self) -> dict[str, TopicStatus]:
         """Status of every topic."""
         oldest = self._clock() - _SUBSCRIBER_TTL_S
-        self._loaded = {name: at for name, at in self._loaded.items() if at[1] >= oldest}
+        self._subscribers = {n: s for n, s in self._subscribers.items() if s.polled_at >= oldest}
         changed = {
-            name: {expert_of(slot) for slot in self._store.changed(versions)}
-            for name, (versions, _) in self._loaded.items()
+            name: {expert_of(slot) for slot in self._store.changed(own.versions)}
+            for name, own in self._subscribers.items()
         }
+
+        def subscribers(topic: str) -> list[str]:
+            return [n for n, own in self._subscribers.items() if own.expert in (None, topic)]
+
         return {
             topic: TopicStatus(
                 stable=state.stable,
@@ -344,8 +355,8 @@ class WeightRegistry:
                 restored_from=state.candidate_from,
                 **self._monitor.counts(topic),
                 closed=self._refusal(topic),
-                subscribers=len(changed),
-                lagging=tuple(name for name, topics in changed.items() if topic in topics),
+                subscribers=len(subscribers(topic)),
+                lagging=tuple(name for name in subscribers(topic) if topic in changed[name]),
             )
             for topic, state in self._store.states().items()
         }
@@ -376,6 +387,7 @@ class WeightRegistry:
         etag: str | None,
         timeout_s: float,
         subscriber: str | None = None,
+        expert: str | None = None,
     ) -> RegistryChanges:
         """Wait for changes of weights or topics; empty after the timeout.
 
@@ -385,9 +397,10 @@ class WeightRegistry:
             etag: of the view that the caller has, "" if none; None if it needs no topics.
             timeout_s: longest wait, seconds.
             subscriber: the caller's name, under which its versions are reported.
+            expert: whose weights alone the caller loads; None: those of all experts.
         """
         if subscriber is not None and versions is not None:
-            self._loaded[subscriber] = dict(versions), self._clock()
+            self._subscribers[subscriber] = _Subscriber(dict(versions), expert, self._clock())
 
         def look() -> RegistryChanges:
             view = self._added.view()

@@ -114,7 +114,7 @@ class RegistrySubscriber:
         """
         try:
             asked = self._registry.wait_for_changes.remote(
-                self._versions, self._etag, wait_s, self._name
+                self._versions, self._etag, wait_s, self._name, self._expert
             )
             self._apply(self.get(asked, timeout_s), timeout_s)
             versions = self._versions or {}

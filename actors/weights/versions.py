@@ -168,7 +168,7 @@ class TopicStatus:
         accepted: rounds whose first position was accepted.
         canary_requests: drafted requests of the candidate.
         closed: why no candidate is taken now, None if one is.
-        subscribers: processes that load weights and have polled lately.
+        subscribers: processes that load the topic's weights and have polled lately.
         lagging: those of them that have not loaded the topic's present versions.
     """
 

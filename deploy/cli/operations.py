@@ -137,14 +137,18 @@ def roll_back(
 
 
 def _wait_for_rollout(url: str, topic: str, version: int) -> None:
-    """Poll the registry until every process that drafts has loaded the topic's weights."""
+    """Poll the registry until every process that drafts has loaded the topic's weights.
+
+    These are the target's replicas, or those of the topic's expert in a pool.
+    """
     deadline = time.monotonic() + _ROLLOUT_S
     while True:
         status = call(url, "GET", _STATUS)
         state, load = part(part(status, "live_drafts"), topic), part(status, "scheduler")
+        pooled = bool(part(status, "target").get("experts"))
         # A restarted registry does not know all of them yet; idle replicas report no load.
-        known = state.get("subscribers", 0) >= max(1, load.get("replicas", 1))
-        if known and not state["lagging"]:
+        expected = 1 if pooled else max(1, load.get("replicas", 1))
+        if state.get("subscribers", 0) >= expected and not state["lagging"]:
             return
         if time.monotonic() >= deadline:
             break

@@ -174,7 +174,7 @@ def test_a_router_takes_up_what_the_registry_announces(
     asked: list[str] = []
 
     def wait_for_changes(
-        _versions: None, etag: str, _timeout_s: float, _name: None
+        _versions: None, etag: str, _timeout_s: float, _name: None, _expert: None
     ) -> RegistryChanges:
         asked.append(etag)
         if len(asked) == 1:

@@ -381,3 +381,13 @@ def test_a_subscriber_lags_until_it_has_loaded_a_topics_present_versions(tmp_pat
     poll("one", {"sql": version})
     now[0] += 20.0  # two is gone
     assert (reg.topic_status()["sql"].subscribers, reg.topic_status()["sql"].lagging) == (1, ())
+
+
+def test_an_expert_of_a_pool_subscribes_to_its_own_topic_alone(tmp_path: Path) -> None:
+    reg = WeightRegistry(str(tmp_path), TOPICS, "aa", put=lambda x: x)
+    asyncio.run(reg.wait_for_changes({}, None, 0.0, "expert-shell", "shell"))
+    for topic in TOPICS:
+        reg.publish(topic, weights(1.0), {"records": 9})
+    found = {topic: (s.subscribers, s.lagging) for topic, s in reg.topic_status().items()}
+    assert found.pop("shell") == (1, ("expert-shell",))
+    assert set(found.values()) == {(0, ())}

@@ -117,6 +117,17 @@ def test_a_rollback_waits_for_replicas_that_a_restarted_registry_does_not_know(
     assert run(server, monkeypatch, "rollback", "sql") == code
 
 
+@pytest.mark.parametrize(("subscribers", "code"), [(0, 1), (1, 0)])
+def test_in_a_pool_a_rollback_waits_for_the_topics_expert_and_not_for_the_targets(
+    subscribers: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations_command, "_ROLLOUT_S", 0.05)
+    pool = {"target": {"experts": {"sql": {}, "general": {}}}, "scheduler": {"replicas": 2}}
+    status = live(subscribers=subscribers) | pool
+    server = Server(rollback={"topic": "sql", "weight_version": 5}, status=status)
+    assert run(server, monkeypatch, "rollback", "sql") == code
+
+
 @pytest.mark.parametrize(
     ("words", "body"),
     [
