@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from paceline.actors.cores import available_cores
 from paceline.deploy.errors import CallError, ConfigError, StartError
 from paceline.deploy.planner.main import plan
 from paceline.deploy.signals import interrupt_once, on_signals
@@ -228,8 +229,9 @@ def draft_make(
     config = _load(None, {"target.path": target})
     out = out or config.made_draft
     start = start_of(config.learnt_draft, folder, layers)
-    threads = os.cpu_count() or 1
-    settings = MakerSettings(str(folder), out, minutes * 60.0, seed, threads, layers, start)
+    settings = MakerSettings(
+        str(folder), out, minutes * 60.0, seed, available_cores(), layers, start
+    )
     _print(make(target, settings))
     _print(f"Draft in {out}")
     return 0
