@@ -201,7 +201,7 @@ def _call_and_stay(call: Callable[[], T], done: Future[T]) -> None:
 
 def is_whole() -> bool:
     """Whether control store and raylet run; without them every call into Ray takes a minute."""
-    return _core <= {process.pid for process in _alive(_started)}
+    return len(_alive({pid: _started.get(pid, 0.0) for pid in _core})) == len(_core)
 
 
 def was_killed() -> bool:

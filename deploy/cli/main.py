@@ -128,7 +128,9 @@ def _serve(config: PacelineConfig) -> int:
     for warning in warnings(config):
         _print_error(f"warning: {warning}")
     _print("Starting Paceline (up to a minute on two cores) ...")
-    from paceline.deploy import app as application  # imports Ray: not before the config is sound
+    # These import Ray: not before the config is sound.
+    from paceline.cluster import session
+    from paceline.deploy import app as application
 
     running: RunningApp | None = None
     try:
@@ -137,8 +139,12 @@ def _serve(config: PacelineConfig) -> int:
         signals: list[int] = []
         on_signals(lambda number, _: signals.append(number))
         _print(_banner(config, running))
-        while not signals:  # no Event: a signal handler that runs inside its wait may deadlock
+        # No Event: a signal handler that runs inside its wait may deadlock.
+        while not signals and session.is_whole():
             time.sleep(_POLL_S)
+        if not signals:
+            _print_error("a process of Ray has died, and the server cannot go on: stopping")
+            return EXIT_FAILED
         _print("Stopping ...")
     finally:
         on_signals(signal.SIG_IGN)  # a second Ctrl-C must not interrupt the clean-up

@@ -205,6 +205,19 @@ def test_a_signal_to_everything_that_runs_ends_it_within_seconds(write_config: W
     assert_gone(started)
 
 
+def test_it_ends_with_its_raylet_and_frees_the_port(write_config: Write, free_port: int) -> None:
+    with serving(write_config({})) as process:
+        read_until(process, "Ctrl-C ends it")
+        started = below_of(process)
+        (raylet,) = [each for each in started if each.name() == "raylet"]
+        raylet.kill()
+        assert ended(process, 30) == 1
+        assert process.stdout is not None
+        assert "paceline: a process of Ray has died" in process.stdout.read()
+    assert_gone(started)
+    socket.create_server(("127.0.0.1", free_port)).close()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("after_s", [0.0, 1.3])
 def test_a_signal_to_everything_during_the_start_ends_it_within_seconds(
