@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
@@ -13,6 +13,8 @@ _NOT_BOOKABLE = frozenset({"memory", "object_store_memory"})
 
 # A host is assumed to have room for a second process that books at most this much.
 _SMALL = 0.1
+
+_DEVICE = 10_000  # smallest amounts that Ray books, of a GPU
 
 Amounts = dict[str, Annotated[float, Field(ge=0.0)]]
 Surge = Literal["auto", "on", "off"]
@@ -95,6 +97,38 @@ def booked(options: Mapping[str, Any]) -> dict[str, float]:
     amounts = {"CPU": options["num_cpus"], "GPU": options["num_gpus"]}
     amounts |= options.get("resources", {})
     return {name: float(amount) for name, amount in amounts.items() if amount > 0}
+
+
+def share_of_gpus(devices: int, taken: Iterable[float], replicas: int) -> float:
+    """GPUs of each of so many replicas beside other bookings; 0 if they cannot be placed.
+
+    Ray places a fraction on one device, the fullest that has room, and books other amounts as whole
+    devices.
+
+    Args:
+        devices: of the machine.
+        taken: the other bookings.
+        replicas: that get equal shares, at least 1.
+    """
+    left = [_DEVICE] * devices  # in Ray's ten-thousandths
+    for booking in sorted(taken, reverse=True):
+        whole = int(booking)
+        for part in whole * [_DEVICE] or [round(booking * _DEVICE)]:
+            left.sort()
+            index = next((i for i, free in enumerate(left) if free >= part), None)
+            if index is None:
+                return 0.0
+            left[index] -= part
+    if (unbooked := left.count(_DEVICE)) >= replicas:
+        return float(unbooked // replicas)
+    hundredth = _DEVICE // 100
+    shares = {free // (number * hundredth) for free in left for number in range(1, replicas + 1)}
+    fitting = (
+        share
+        for share in shares - {0}
+        if sum(free // (share * hundredth) for free in left) >= replicas
+    )
+    return max(fitting, default=0) / 100
 
 
 def surge_percent(surge: Surge, options: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import ray
@@ -23,7 +24,7 @@ from paceline.actors.weights.subscriber import RegistryHandle
 from paceline.cluster import session
 from paceline.cluster.autoscaling import replica_options
 from paceline.cluster.learning_actors import LearningActors
-from paceline.cluster.placement import actor_options, surge_percent
+from paceline.cluster.placement import actor_options, share_of_gpus, surge_percent
 from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
 from paceline.cluster.supervisor import ActorHandle, TopicSupervisor, TrainerSupervisor
 from paceline.deploy import learning
@@ -299,22 +300,27 @@ def _resources(config: PacelineConfig, options: dict[str, Any]) -> dict[str, Any
 
 
 def _gpu_share(config: PacelineConfig) -> float:
-    """GPUs of a target replica: the rest after trainers and a pool's experts."""
+    """GPUs of a target replica: an equal share of what trainers and a pool's experts leave."""
     if "GPU" in config.placement.target:
         return config.placement.target["GPU"]
-    gpus = float(ray.cluster_resources().get("GPU", 0))
+    gpus = int(ray.cluster_resources().get("GPU", 0))
     if gpus == 0 or config.target.device == "cpu":
         return 0
-    each = learning.trainer_gpus(config) + learning.rank_gpus(config)
-    taken = each * config.training.trainers
-    taken += config.drafts.num_gpus * config.drafts.pool_processes
-    if taken >= gpus:
+    trainers, replicas = config.training.trainers, config.target.most_replicas
+    taken = {
+        "training.trainers": trainers * [learning.trainer_gpus(config)],
+        "training.ranks": trainers * learning.rank_gpus(config) * [1.0],
+        "drafts.num_gpus": config.drafts.pool_processes * [config.drafts.num_gpus],
+    }
+    share = share_of_gpus(gpus, chain(*taken.values()), replicas)
+    if not share:
+        amounts = {key: sum(bookings) for key, bookings in taken.items()}
         raise ConfigError(
-            f"drafts.num_gpus: experts and trainer take {taken:g} of {gpus:g} GPUs, and leave "
-            "none to the target"
+            f"{max(amounts, key=amounts.__getitem__)}: trainers, their further ranks and experts "
+            f"take {sum(amounts.values()):g} of {gpus} GPUs, and leave no room on a device for "
+            f"each of the target's {replicas} replicas"
         )
-    share = (gpus - taken) / config.target.most_replicas
-    return int(share) if share >= 1 else int(share * 100) / 100
+    return share
 
 
 def _expert(config: PacelineConfig, expert: str) -> serve.Deployment:

@@ -18,7 +18,7 @@ from paceline.cluster import named_actor as named
 from paceline.cluster import supervisor
 from paceline.cluster.learning_actors import SHARDS, TRAINER, numbered
 from paceline.cluster.named_actor import ActorNotFoundError, NamedActor
-from paceline.cluster.placement import actor_options
+from paceline.cluster.placement import actor_options, share_of_gpus
 from paceline.deploy.cli.tables import status_text
 from paceline.deploy.cluster_app import build, for_cluster
 from paceline.deploy.config.config import PacelineConfig, load_config
@@ -39,6 +39,31 @@ def test_a_role_asks_for_what_its_placement_says() -> None:
     assert actor_options({}, 0.25) == {"num_cpus": 0, "num_gpus": 0.25}
     asked = actor_options({"CPU": 2, "GPU": 0.5, "serving": 1}, 0.25)
     assert asked == {"num_cpus": 2, "num_gpus": 0.5, "resources": {"serving": 1}}
+
+
+@pytest.mark.parametrize(
+    ("devices", "taken", "replicas", "share"),
+    [
+        (1, [0.25], 1, 0.75),
+        (4, [0.25], 1, 3.0),
+        (4, [0.25], 2, 1.0),
+        (2, [0.25], 2, 0.75),  # not 0.87, of which no device would have room for the trainer
+        (8, [0.25], 8, 0.75),
+        (2, [0.25, 0.25], 2, 0.5),  # Ray puts both trainers on one device
+        (2, [0.25], 4, 0.37),
+        (2, [0.25, 1.0], 1, 0.75),
+        (3, [0.25, 1.0], 2, 0.75),
+        (1, [0.1] * 5, 1, 0.5),
+        (2, [0.6, 0.6], 2, 0.4),
+        (2, [0.6, 0.6, 0.6], 1, 0.0),  # less than two GPUs, but no device has room for the third
+        (2, [0.25, 2.0], 1, 0.0),
+        (1, [], 200, 0.0),
+    ],
+)
+def test_target_replicas_share_what_is_left_of_each_device(
+    devices: int, taken: list[float], replicas: int, share: float
+) -> None:
+    assert share_of_gpus(devices, taken, replicas) == share
 
 
 @pytest.mark.parametrize(

@@ -358,6 +358,11 @@ def test_ranks_on_gpus_need_one_each(
     assert app._gpu_share(changed(config, {"training.ranks": 2})) == 0.75
     # a quarter for each of three
     assert app._gpu_share(changed(config, {"training.trainers": 3})) == 1
+    assert app._gpu_share(changed(config, {"target.num_replicas": 2})) == 0.75
+    with pytest.raises(ConfigError, match=r"training\.trainers: .* take 2 of 2 GPUs"):
+        app._gpu_share(changed(config, {"training.trainers": 8}))
+    with pytest.raises(ConfigError, match=r"training\.ranks: .* take 2\.25 of 2 GPUs"):
+        app._gpu_share(changed(config, {"training.ranks": 3}))
     assert list(learning.trainer_factories(changed(config, {"training.trainers": 2}))) == [
         "paceline-trainer",
         "paceline-trainer-2",
