@@ -6,6 +6,7 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -52,7 +53,7 @@ _ROUTER_CLASS: Any = "paceline.actors.router.router.TopicRouter"
 _EXPERT_CLASS: Any = "paceline.actors.speculation.pool.replica.ExpertReplica"
 _REPLICA_CHOICE = "paceline.cluster.replica_choice.ReplicaChoice"
 _START_TIMEOUT_S = 60.0
-_STOP_TIMEOUT_S = 15.0
+_STOP_MARGIN_S = 2.0  # of a graceful stop, beyond the drain timeouts
 # Of target and ingress on one machine, which stop together; and of a target that is scaled down.
 _DRAIN_TIMEOUT_S, _DOWNSCALE_DRAIN_TIMEOUT_S = 5.0, 30.0
 # Of Serve's processes.
@@ -88,6 +89,7 @@ class RunningApp:
     trainers: Callable[[], dict[str, TrainerHandle]]
     target: TargetStatus
     _stops: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _stop_timeout_s: float = field(default=0.0, repr=False)
 
     @property
     def trainer(self) -> TrainerHandle | None:
@@ -99,7 +101,7 @@ class RunningApp:
 
         Signals are ignored meanwhile; processes that do not stop in time are killed.
         """
-        _run_all(self._stops)
+        _run_all(self._stops, self._stop_timeout_s)
 
     def __enter__(self) -> "RunningApp":
         return self
@@ -126,7 +128,7 @@ def start(config: PacelineConfig, *, checked: bool = False) -> RunningApp:
     try:
         return _start(config, stops)
     except BaseException as error:
-        _run_all(stops)
+        _run_all(stops, _stop_timeout_s(config))
         if isinstance(error, Exception) and not isinstance(error, ConfigError):
             raise StartError(f"Paceline did not start: {cause_of(error)}") from error
         raise
@@ -159,7 +161,7 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
         learning.trainer_factories(config), learning.trainer_booking(config), actors.scheduler
     ).start()
     stops.append(trainers.stop)
-    stops.append(lambda: serve.delete(APPLICATION))
+    stops.append(_delete)
     _deploy(build_app(config, actors, port.name))
     _wait_for(actors.required(), _START_TIMEOUT_S)
     shards = dict(actors.shards)
@@ -181,6 +183,7 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
         trainers=trainers.handles,
         target=target,
         _stops=stops,
+        _stop_timeout_s=_stop_timeout_s(config),
     )
 
 
@@ -284,8 +287,7 @@ def _target(config: PacelineConfig) -> serve.Deployment:
         **replica_options(config.target.num_replicas, config.target.autoscaling),
         max_ongoing_requests=_UNBOUNDED,
         **_resources(config, actor_options(config.placement.target, _gpu_share(config))),
-        graceful_shutdown_timeout_s=config.target.drain_timeout_s
-        or (_DOWNSCALE_DRAIN_TIMEOUT_S if config.target.autoscaling else _DRAIN_TIMEOUT_S),
+        graceful_shutdown_timeout_s=_target_drain_s(config),
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
         health_check_timeout_s=max(config.target.stall_timeout_s, 5.0),
@@ -354,18 +356,41 @@ def _ingress(config: PacelineConfig) -> serve.Deployment:
         num_replicas=config.ingress.num_replicas,
         max_ongoing_requests=_UNBOUNDED,
         **_resources(config, actor_options(config.placement.ingress)),
-        graceful_shutdown_timeout_s=config.ingress.drain_timeout_s or _DRAIN_TIMEOUT_S,
+        graceful_shutdown_timeout_s=_ingress_drain_s(config),
         graceful_shutdown_wait_loop_s=0.2,
     )(MeteredIngress)
 
 
-def _run_all(stops: list[Callable[[], None]]) -> None:
-    """Run and remove the stop functions, the newest first, within `_STOP_TIMEOUT_S`.
+def _target_drain_s(config: PacelineConfig) -> float:
+    default = _DOWNSCALE_DRAIN_TIMEOUT_S if config.target.autoscaling else _DRAIN_TIMEOUT_S
+    return config.target.drain_timeout_s or default
 
-    The oldest stops the session and kills what is left; the others are for a graceful stop and
-    are skipped if the session is dead.
+
+def _ingress_drain_s(config: PacelineConfig) -> float:
+    return config.ingress.drain_timeout_s or _DRAIN_TIMEOUT_S
+
+
+def _stop_timeout_s(config: PacelineConfig) -> float:
+    """Of a graceful stop: target and ingress drain at the same time."""
+    return max(_target_drain_s(config), _ingress_drain_s(config)) + _STOP_MARGIN_S
+
+
+def _delete() -> None:
+    """Delete the application, and wait for it."""
+    deleted = False
+    while not deleted:
+        with suppress(TimeoutError):  # Serve waits for a minute at most
+            serve.delete(APPLICATION)
+            deleted = True
+
+
+def _run_all(stops: list[Callable[[], None]], seconds: float) -> None:
+    """Run and remove the stop functions, the newest first.
+
+    The oldest stops the session and kills what is left; the others are for a graceful stop, within
+    ``seconds`` together, and are skipped if the session is dead.
     """
-    deadline = time.monotonic() + _STOP_TIMEOUT_S - session.GRACE_S
+    deadline = time.monotonic() + seconds
     with signals_ignored():
         while len(stops) > 1:
             stop = stops.pop()

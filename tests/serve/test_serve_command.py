@@ -104,6 +104,28 @@ def test_a_stop_that_streams_delay_starts_no_second_session(
         assert len(list(sessions)) == 1
 
 
+@pytest.mark.full
+def test_a_stop_gives_streams_the_configured_time(write_config: Write, free_port: int) -> None:
+    """They need about twenty seconds; by default they get five."""
+    drains = {"target.drain_timeout_s": 90, "ingress.drain_timeout_s": 90}
+    with serving(write_config(drains)) as process:
+        read_until(process, "Ctrl-C ends it")
+        body = {"model": "paceline", "prompt": "SELECT", "max_tokens": 2000, "ignore_eos": True}
+        url = f"http://127.0.0.1:{free_port}/v1/completions"
+        with ThreadPoolExecutor(16) as pool:
+            streams = [
+                pool.submit(httpx.post, url, json=body | {"stream": True}, timeout=120)
+                for _ in range(16)
+            ]
+            time.sleep(2.0)
+            process.send_signal(signal.SIGINT)
+            signalled = time.monotonic()
+            answers = [stream.result() for stream in streams]
+            assert time.monotonic() - signalled > 7
+        assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
+        assert ended(process, 60) == 0
+
+
 def test_it_starts_answers_and_ends_on_ctrl_c_whatever_logits_are_not_finite(
     write_config: Write, free_port: int, tmp_path: Path
 ) -> None:

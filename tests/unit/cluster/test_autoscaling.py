@@ -155,6 +155,22 @@ def test_successors_start_beside_the_old_replicas_if_they_fit(
     assert app._target(config)._deployment_config.max_surge_percent == percent
 
 
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        ({}, 7.0),
+        ({"target.drain_timeout_s": 3.0}, 7.0),
+        ({"target.drain_timeout_s": 20.0}, 22.0),
+        ({"target.drain_timeout_s": 20.0, "ingress.drain_timeout_s": 90.0}, 92.0),
+        ({"target.autoscaling": {"max_replicas": 3}}, 32.0),
+    ],
+)
+def test_a_graceful_stop_may_take_as_long_as_target_or_ingress_drains(
+    changes: dict[str, object], seconds: float
+) -> None:
+    assert app._stop_timeout_s(load_config(None, changes)) == seconds
+
+
 def test_on_a_cluster_drain_timeouts_are_longer_unless_configured() -> None:
     here = load_config(None, {"weights.storage": "/shared", **NO_GPU})
     assert app._target(here)._deployment_config.graceful_shutdown_timeout_s == 5.0
