@@ -26,7 +26,8 @@ class PlacementConfig(Section):
     ``CPU`` and ``GPU`` are Ray's own; other names are custom resources of the hosts. Without
     ``CPU`` none is booked. Without ``GPU``, target and trainer share the GPUs of one machine, and
     get none on a cluster; an expert's is ``drafts.num_gpus``. ``learning`` is for the hosts of
-    shards, registry, trainer scheduler and supervisor; ``router`` for a router deployment.
+    shards, registry, trainer scheduler and supervisor; ``router`` for a router deployment;
+    ``trainer`` for each rank of a trainer, of which the further ones book a whole GPU if any.
 
     On a redeployment to a cluster, ``surge`` starts new replicas of target, router and ingress
     before the old ones stop, which needs room for both; ``auto`` does so if a process books at most

@@ -5,8 +5,8 @@ No ``from __future__ import annotations`` here: Ray reads the annotations of wha
 
 import logging
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import ray
 
@@ -79,20 +79,19 @@ class RankHandle:
 
 
 def worker_starter(
-    num_threads: int, timeout_s: float, num_gpus: float
+    num_threads: int, timeout_s: float, options: Mapping[str, Any]
 ) -> Callable[["WorkerSpec"], RankHandle]:
     """The ``start_worker`` of a WorkerGroup.
 
     Args:
         num_threads: of torch, per rank.
         timeout_s: longest wait for the other ranks.
-        num_gpus: of each; NCCL wants a whole device per rank.
+        options: Ray's actor options of each.
     """
-    options = {"num_cpus": 0, "num_gpus": num_gpus, "max_restarts": 0, "max_task_retries": 0}
+    rank_actor = ray.remote(**options, max_restarts=0, max_task_retries=0)(RankActor)
 
     def start_worker(spec: "WorkerSpec") -> RankHandle:
-        actor = ray.remote(**options)(RankActor).remote(spec, num_threads, timeout_s)
-        return RankHandle(actor)
+        return RankHandle(rank_actor.remote(spec, num_threads, timeout_s))
 
     return start_worker
 

@@ -309,9 +309,10 @@ def _gpu_share(config: PacelineConfig) -> float:
     if gpus == 0 or config.target.device == "cpu":
         return 0
     trainers, replicas = config.training.trainers, config.target.most_replicas
+    ranks = trainers * (config.training.ranks - 1)
     taken = {
         "training.trainers": trainers * [learning.trainer_gpus(config)],
-        "training.ranks": trainers * learning.rank_gpus(config) * [1.0],
+        "training.ranks": ranks * [learning.rank_options(config)["num_gpus"]],
         "drafts.num_gpus": config.drafts.pool_processes * [config.drafts.num_gpus],
     }
     share = share_of_gpus(gpus, chain(*taken.values()), replicas)

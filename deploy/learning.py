@@ -210,7 +210,7 @@ class TrainerActor(Trainer):
             evaluator = beside.submit(load_evaluator, config).result() if name == TRAINER else None
             synthetic = beside.submit(_synthetic, config).result() if name == TRAINER else None
         start_worker = worker_starter(
-            settings.num_threads, settings.group_timeout_s, float(_has_gpu(config))
+            settings.num_threads, settings.group_timeout_s, rank_options(config)
         )
         threads = config.training.num_threads * config.training.ranks
         slots = trainer_slots(name, trainer_booking(config), threads)
@@ -256,9 +256,10 @@ def trainer_gpus(config: PacelineConfig) -> float:
     return config.placement.trainer.get("GPU", default)
 
 
-def rank_gpus(config: PacelineConfig) -> int:
-    """GPUs of a trainer's further ranks: one each, 0 without a GPU."""
-    return config.training.ranks - 1 if trainer_gpus(config) else 0
+def rank_options(config: PacelineConfig) -> dict[str, Any]:
+    """Ray's options of a trainer's further rank: its own, but a whole GPU, as NCCL wants."""
+    whole = 1.0 if trainer_gpus(config) else 0.0
+    return actor_options(config.placement.trainer | {"GPU": whole})
 
 
 def _has_gpu(config: PacelineConfig) -> bool:

@@ -25,6 +25,7 @@ from paceline.actors.training.settings import DistillerSettings, TrainerSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
 from paceline.actors.training.trainer import Trainer
 from paceline.actors.weights.registry import WeightRegistry
+from paceline.cluster.placement import actor_options
 from paceline.cluster.rank_actors import worker_starter
 from paceline.cluster.session import ray_session, thread_environment
 
@@ -69,7 +70,7 @@ def test_learning_survives_the_death_of_either_rank(tmp_path: Path) -> None:
         optimizer_dir=str(tmp_path / "optimizer"),
         ranks=2,
     )
-    start_worker = worker_starter(1, settings.group_timeout_s, 0.0)
+    start_worker = worker_starter(1, settings.group_timeout_s, actor_options({}))
     trainer = actor(Trainer, settings, {"sql": shard}, registry, None, start_worker)
     ray.get(
         [shard.insert.remote(encode(training_record(n, created=time.time()))) for n in range(60)]

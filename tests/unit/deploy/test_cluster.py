@@ -24,7 +24,7 @@ from paceline.deploy.cluster_app import build, for_cluster
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.learning_settings import occupied_above
 from paceline.deploy.errors import ConfigError
-from paceline.deploy.learning import factories, named_actors, remove_stray_records
+from paceline.deploy.learning import factories, named_actors, rank_options, remove_stray_records
 
 STORAGE = SMALL_MODELS | {"weights.storage": "/srv/somewhere"}
 
@@ -211,6 +211,23 @@ def test_actors_are_found_under_the_names_that_they_are_started_with() -> None:
     further = named_actors(three).further_trainers
     assert [actor._name for actor in further.values()] == numbered(TRAINER, 3)[1:]
     assert list(further) == ["paceline-trainer-2", "paceline-trainer-3"]
+
+
+@pytest.mark.parametrize(
+    ("amounts", "options"),
+    [
+        ({}, {"num_cpus": 0, "num_gpus": 0}),
+        ({"training": 0.01}, {"num_cpus": 0, "num_gpus": 0, "resources": {"training": 0.01}}),
+        ({"CPU": 2, "GPU": 0.5, "training": 1}, None),
+    ],
+)
+def test_further_ranks_run_where_their_trainer_may(
+    amounts: dict[str, float], options: dict[str, Any] | None
+) -> None:
+    """Each books what the trainer does, but a whole GPU: NCCL refuses two ranks on one device."""
+    asked = for_cluster(config(placement={"trainer": amounts}, training__ranks=2))
+    whole = {"num_cpus": 2, "num_gpus": 1, "resources": {"training": 1}}
+    assert rank_options(asked) == (options or whole)
 
 
 def test_every_trainer_has_a_host_of_shards() -> None:
