@@ -50,6 +50,11 @@ def most_replicas(num_replicas: int, autoscaling: AutoscalingConfig | None) -> i
     return num_replicas if autoscaling is None else autoscaling.max_replicas
 
 
+def least_replicas(num_replicas: int, autoscaling: AutoscalingConfig | None) -> int:
+    """Number of a deployment's replicas at its start."""
+    return num_replicas if autoscaling is None else autoscaling.min_replicas
+
+
 def wanted_replicas(
     loads: Iterable[float],
     present: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
@@ -14,7 +14,7 @@ _NOT_BOOKABLE = frozenset({"memory", "object_store_memory"})
 # A host is assumed to have room for a second process that books at most this much.
 _SMALL = 0.1
 
-_DEVICE = 10_000  # smallest amounts that Ray books, of a GPU
+_DEVICE = 10_000  # of the smallest amount that Ray books
 
 Amounts = dict[str, Annotated[float, Field(ge=0.0)]]
 Surge = Literal["auto", "on", "off"]
@@ -111,15 +111,9 @@ def share_of_gpus(devices: int, taken: Iterable[float], replicas: int) -> float:
         taken: the other bookings.
         replicas: that get equal shares, at least 1.
     """
-    left = [_DEVICE] * devices  # in Ray's ten-thousandths
-    for booking in sorted(taken, reverse=True):
-        whole = int(booking)
-        for part in whole * [_DEVICE] or [round(booking * _DEVICE)]:
-            left.sort()
-            index = next((i for i, free in enumerate(left) if free >= part), None)
-            if index is None:
-                return 0.0
-            left[index] -= part
+    left = _left_of_devices(devices, taken)
+    if left is None:
+        return 0.0
     if (unbooked := left.count(_DEVICE)) >= replicas:
         return float(unbooked // replicas)
     hundredth = _DEVICE // 100
@@ -130,6 +124,62 @@ def share_of_gpus(devices: int, taken: Iterable[float], replicas: int) -> float:
         if sum(free // (share * hundredth) for free in left) >= replicas
     )
     return max(fitting, default=0) / 100
+
+
+def _left_of_devices(devices: int, taken: Iterable[float]) -> list[int] | None:
+    """What bookings leave of each device, in Ray's ten-thousandths; None if they do not fit."""
+    left = [_DEVICE] * devices
+    for booking in sorted(taken, reverse=True):
+        whole = int(booking)
+        for part in whole * [_DEVICE] or [round(booking * _DEVICE)]:
+            left.sort()
+            index = next((i for i, free in enumerate(left) if free >= part), None)
+            if index is None:
+                return None
+            left[index] -= part
+    return left
+
+
+class Booking(NamedTuple):
+    """What so many processes book each.
+
+    Attributes:
+        key: of the config, that says so.
+        amounts: resource to amount.
+        processes: their number.
+    """
+
+    key: str
+    amounts: Mapping[str, float]
+    processes: int
+
+
+def find_misfit(bookings: Iterable[Booking], total: Mapping[str, float]) -> str | None:
+    """The first of the bookings that does not fit on one machine beside those before it.
+
+    Args:
+        bookings: in the order in which they are served.
+        total: resource to the amount that the machine has.
+
+    Returns:
+        one line that begins with its key; None if all fit.
+    """
+    taken: dict[str, list[float]] = {}
+    for key, amounts, processes in bookings:
+        for name, amount in amounts.items():
+            has, others = total.get(name, 0.0), taken.setdefault(name, [])
+            wanted = [*others, *processes * [amount]]
+            if name == "GPU":
+                fits = _left_of_devices(int(has), wanted) is not None
+            else:
+                fits = sum(wanted) <= has + 1 / _DEVICE
+            if not fits:
+                return (
+                    f"{key}: {processes} x {amount:g} {name} cannot be placed: there is {has:g} on "
+                    f"this machine, and other parts book {sum(others):g}"
+                )
+            taken[name] = wanted
+    return None
 
 
 def surge_percent(surge: Surge, options: Mapping[str, Any]) -> int:

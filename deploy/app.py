@@ -23,9 +23,16 @@ from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.training.trainer import TrainerHandle
 from paceline.actors.weights.subscriber import RegistryHandle
 from paceline.cluster import session
-from paceline.cluster.autoscaling import replica_options
+from paceline.cluster.autoscaling import least_replicas, replica_options
 from paceline.cluster.learning_actors import LearningActors
-from paceline.cluster.placement import actor_options, share_of_gpus, surge_percent
+from paceline.cluster.placement import (
+    Booking,
+    actor_options,
+    booked,
+    find_misfit,
+    share_of_gpus,
+    surge_percent,
+)
 from paceline.cluster.scheduler.trainer_scheduler import TrainerSchedulerHandle
 from paceline.cluster.supervisor import ActorHandle, TopicSupervisor, TrainerSupervisor
 from paceline.deploy import learning
@@ -118,7 +125,7 @@ def start(config: PacelineConfig, *, checked: bool = False) -> RunningApp:
         checked: whether the caller has run ``preflight.check``.
 
     Raises:
-        ConfigError: before anything is started.
+        ConfigError: before anything but Ray is started.
         StartError: a part does not start; all others are stopped again.
     """
     if not checked:
@@ -152,6 +159,8 @@ def _start(config: PacelineConfig, stops: list[Callable[[], None]]) -> RunningAp
             log_to_driver=config.ray.log_to_driver,
             environment=_SERVE_ENV | session.thread_environment(1),
         )
+    if (misfit := find_misfit(_bookings(config), ray.cluster_resources())) is not None:
+        raise ConfigError(misfit)
     with handlers_restored():
         starting = session.in_background(partial(learning.start_actors, config))  # beside Serve
         serve.start(proxy_location="Disabled", logging_config=_SERVE_LOGGING)
@@ -241,6 +250,28 @@ def _target_status() -> TargetStatus:
     return status
 
 
+def _bookings(config: PacelineConfig) -> list[Booking]:
+    """What the processes of the start book, those of trainers last."""
+    target, drafts, placement = config.target, config.drafts, config.placement
+    targets = least_replicas(target.num_replicas, target.autoscaling)
+    router = config.router.enabled and config.router.placement == "deployment"
+    experts = len(config.experts) if drafts.placement == "pool" else 0
+    experts *= least_replicas(drafts.num_replicas, drafts.autoscaling)
+    trainers = len(learning.trainer_factories(config))
+    ranks = trainers * (config.training.ranks - 1)
+    of_each = [
+        ("placement.learning", actor_options(placement.learning), len(learning.factories(config))),
+        ("placement.ingress", actor_options(placement.ingress), config.ingress.num_replicas),
+        ("placement.router", actor_options(placement.router), int(router)),
+        ("placement.experts", actor_options(placement.experts), experts),
+        ("drafts.num_gpus", actor_options({}, drafts.num_gpus), experts),
+        ("placement.target", _target_options(config), targets),
+        ("placement.trainer", learning.trainer_options(config), trainers),
+        ("training.ranks", learning.rank_options(config), ranks),
+    ]
+    return [Booking(key, booked(options), count) for key, options, count in of_each]
+
+
 def build_app(
     config: PacelineConfig,
     actors: LearningActors,
@@ -286,7 +317,7 @@ def _target(config: PacelineConfig) -> serve.Deployment:
         name="target",
         **replica_options(config.target.num_replicas, config.target.autoscaling),
         max_ongoing_requests=_UNBOUNDED,
-        **_resources(config, actor_options(config.placement.target, _gpu_share(config))),
+        **_resources(config, _target_options(config)),
         graceful_shutdown_timeout_s=_target_drain_s(config),
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=5,
@@ -299,6 +330,10 @@ def _resources(config: PacelineConfig, options: dict[str, Any]) -> dict[str, Any
     """The resources of a replica, and whether its successor starts before it stops."""
     percent = surge_percent(config.placement.surge, options)
     return {"ray_actor_options": options, "max_surge_percent": percent}
+
+
+def _target_options(config: PacelineConfig) -> dict[str, Any]:
+    return actor_options(config.placement.target, _gpu_share(config))
 
 
 def _gpu_share(config: PacelineConfig) -> float:

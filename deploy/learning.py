@@ -123,7 +123,7 @@ def trainer_factories(config: PacelineConfig) -> dict[str, ActorFactory[TrainerH
 
 def trainer_booking(config: PacelineConfig) -> dict[str, float]:
     """What Ray books for each trainer."""
-    return booked(_trainer_options(config))
+    return booked(trainer_options(config))
 
 
 def shard_hosts(config: PacelineConfig) -> int:
@@ -179,12 +179,13 @@ def _restarted(config: PacelineConfig, cls: type, name: str) -> Any:
 
 
 def _trainer(config: PacelineConfig, name: str) -> TrainerHandle:
-    actor = restarted_actor(TrainerActor, name, _trainer_options(config))
+    actor = restarted_actor(TrainerActor, name, trainer_options(config))
     handle: TrainerHandle = actor.remote(config, name)
     return handle
 
 
-def _trainer_options(config: PacelineConfig) -> dict[str, Any]:
+def trainer_options(config: PacelineConfig) -> dict[str, Any]:
+    """Ray's options of a trainer."""
     return actor_options(config.placement.trainer, trainer_gpus(config))
 
 

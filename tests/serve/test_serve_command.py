@@ -297,6 +297,18 @@ def test_what_cannot_be_served_is_one_line_and_2_before_anything_starts(
     assert done.stdout == ""
 
 
+def test_a_replica_that_ray_cannot_place_is_one_line_and_2(
+    write_config: Write, tmp_path: Path
+) -> None:
+    changes = {"state_dir": str(tmp_path / "state"), "placement.target": {"serving": 1}}
+    done = subprocess.run(
+        [*COMMAND, str(write_config(changes))], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("paceline: placement.target: 1 x 1 serving cannot be placed")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_taken_port_of_the_dashboard_is_one_line_and_2(
     write_config: Write, tmp_path: Path
 ) -> None:

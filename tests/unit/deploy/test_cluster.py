@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from paceline.cluster import named_actor as named
 from paceline.cluster import supervisor
 from paceline.cluster.learning_actors import SHARDS, TRAINER, numbered
 from paceline.cluster.named_actor import ActorNotFoundError, NamedActor
-from paceline.cluster.placement import actor_options, share_of_gpus
+from paceline.cluster.placement import Booking, actor_options, find_misfit, share_of_gpus
 from paceline.deploy.cli.tables import status_text
 from paceline.deploy.cluster_app import build, for_cluster
 from paceline.deploy.config.config import PacelineConfig, load_config
@@ -64,6 +65,30 @@ def test_target_replicas_share_what_is_left_of_each_device(
     devices: int, taken: list[float], replicas: int, share: float
 ) -> None:
     assert share_of_gpus(devices, taken, replicas) == share
+
+
+@pytest.mark.parametrize(
+    ("amounts", "count", "total", "said"),
+    [
+        ({}, 9, {}, None),
+        ({"CPU": 1.0}, 0, {}, None),
+        ({"CPU": 0.1}, 20, {"CPU": 3.0}, None),
+        ({"CPU": 1.0}, 3, {"CPU": 3.0}, "3 x 1 CPU .* is 3 on this machine, .* parts book 1$"),
+        ({"serving": 1.0}, 1, {"CPU": 3.0}, "1 x 1 serving .* is 0 on this machine, .* book 0$"),
+        ({"GPU": 0.6}, 2, {"CPU": 1.0, "GPU": 2.0}, None),
+        ({"GPU": 0.6}, 3, {"CPU": 1.0, "GPU": 2.0}, "3 x 0.6 GPU"),  # each on one device
+        ({"GPU": 2.0}, 1, {"CPU": 1.0, "GPU": 2.0}, None),
+    ],
+)
+def test_what_a_machine_cannot_book_is_named(
+    amounts: dict[str, float], count: int, total: dict[str, float], said: str | None
+) -> None:
+    cpu = Booking("placement.ingress", {"CPU": 1.0} if "CPU" in total else {}, 1)
+    found = find_misfit([cpu, Booking("placement.target", amounts, count)], total)
+    if said is None:
+        assert found is None
+    else:
+        assert re.match(f"placement.target: {said}", found or "")
 
 
 @pytest.mark.parametrize(

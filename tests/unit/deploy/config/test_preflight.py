@@ -14,6 +14,7 @@ from free_ports import find_port
 from safetensors.torch import load_file, save_file
 
 from paceline.actors.weights.state_folder import LOCK_NAME
+from paceline.cluster.placement import find_misfit
 from paceline.deploy import app, learning
 from paceline.deploy.config import learning_settings, preflight, replica_settings
 from paceline.deploy.config.config import PacelineConfig, load_config
@@ -367,6 +368,34 @@ def test_ranks_on_gpus_need_one_each(
         "paceline-trainer",
         "paceline-trainer-2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({}, None),
+        ({"placement.learning": {"CPU": 1}}, "placement.learning"),  # of three processes
+        ({"placement.ingress": {"front": 1}}, "placement.ingress"),
+        ({"router.placement": "deployment", "placement.router": {"CPU": 3}}, "placement.router"),
+        ({"placement.router": {"CPU": 3}}, None),  # it runs in the ingress
+        ({"drafts.placement": "pool", "placement.experts": {"CPU": 3}}, "placement.experts"),
+        ({"placement.target": {"CPU": 1}, "target.num_replicas": 3}, "placement.target"),
+        ({"placement.target": {"CPU": 1}, "target.autoscaling": {"max_replicas": 3}}, None),
+        ({"placement.trainer": {"CPU": 1}, "training.trainers": 3}, "placement.trainer"),
+        ({"placement.trainer": {"CPU": 1}, "training.ranks": 3}, "training.ranks"),
+        ({"placement.trainer": {"CPU": 3}, "training.enabled": False}, None),
+    ],
+)
+def test_what_this_machine_cannot_place_is_refused_by_its_key(
+    config: PacelineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    key: str | None,
+) -> None:
+    two = {"CPU": 2.0}
+    monkeypatch.setattr("ray.cluster_resources", lambda: two)
+    misfit = find_misfit(app._bookings(changed(config, changes)), two)
+    assert (misfit and misfit.partition(":")[0]) == key
 
 
 def test_ranks_without_cores_for_them_are_warned_of(
