@@ -23,7 +23,7 @@ from paceline.deploy.config.preflight import (
     unauthenticated_warning,
 )
 from paceline.deploy.config.sections import AUTO
-from paceline.deploy.draft_store import with_draft
+from paceline.deploy.draft_store import share_draft, with_draft
 from paceline.deploy.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ def build(config: PacelineConfig) -> serve.Application:
     """The application for ``import_path: paceline.deploy.cluster_app:build``.
 
     A supervisor, a deployment of its own, starts the learning actors; the others find them by
-    their names. Models are read, under the same paths, by every host that runs a part.
+    their names. Models are read, under the same paths, by every host that runs a part; the draft
+    of ``drafts.general: auto`` from the storage.
 
     Args:
         config: the ``args`` of the application in Serve's config file. ``ray`` is ignored: ``ray
@@ -51,7 +52,7 @@ def build(config: PacelineConfig) -> serve.Application:
     """
     config = for_cluster(config)
     if config.drafts.general == AUTO and config.target_path.is_dir():
-        config = with_draft(config, config.target_path, logger.info)
+        config = share_draft(with_draft(config, config.target_path, logger.info))
     check_keys(config)
     check_models_fit(config)
     learning.remove_stray_records(config)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 from paceline.actors.engine.compatibility import read_config
 from paceline.actors.weights.checkpoint import ModelError, read_architecture
+from paceline.actors.weights.state_folder import fingerprint
 from paceline.deploy import model_store
 from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.config.sections import AUTO
 from paceline.deploy.errors import ConfigError
+
+_FILES = ("model.safetensors", "config.json")  # in this order: a draft is there if its config is
 
 
 def fetch_models(config: PacelineConfig, say: Callable[[str], None]) -> PacelineConfig:
@@ -80,13 +84,39 @@ def with_draft(config: PacelineConfig, target: Path, say: Callable[[str], None])
     return config
 
 
+def share_draft(config: PacelineConfig) -> PacelineConfig:
+    """Copy the draft of ``drafts.general: auto`` to ``weights.storage``, and name it there.
+
+    Hosts would each take the draft that was made on them, if any. A changed draft gets another
+    folder: replicas of an earlier deployment may still read theirs.
+
+    Raises:
+        ConfigError: the storage cannot be written.
+    """
+    if config.drafts.general != AUTO:
+        return config
+    made = config.auto_draft
+    shared = Path(str(config.weights.storage)) / "drafts" / fingerprint([made])
+    try:
+        if not (shared / "config.json").is_file():
+            _write(shared, lambda folder: [shutil.copy(made / name, folder) for name in _FILES])
+    except OSError as error:
+        raise ConfigError(f"weights.storage: {error}") from error
+    drafts = config.drafts.model_copy(update={"general": str(shared)})
+    return config.model_copy(update={"drafts": drafts})
+
+
 def make_untrained(target: Path, folder: Path) -> None:
     """Write the draft that a target gives without any training, whole or not at all."""
     from paceline.actors.weights.eagle import new_draft, save_draft
 
+    _write(folder, lambda temporary: save_draft(new_draft(target), temporary))
+
+
+def _write(folder: Path, fill: Callable[[str], object]) -> None:
+    """Write a draft, whole or not at all; ``fill`` writes its files to a temporary folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as temporary:
-        save_draft(new_draft(target), temporary)
-        # In this order: a draft is there if its config is. Another process writes the same.
-        for name in ("model.safetensors", "config.json"):
+        fill(temporary)
+        for name in _FILES:  # another process writes the same
             (Path(temporary) / name).replace(folder / name)

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import ray
 from fixture_models import SMALL_MODELS
+from tiny_models import save_tiny
 from waiting import wait_until
 
+from paceline.actors.engine.settings import TargetSettings
 from paceline.cluster import named_actor as named
 from paceline.cluster import supervisor
 from paceline.cluster.learning_actors import SHARDS, TRAINER, numbered
@@ -184,6 +186,19 @@ def test_the_application_is_built_without_actors_and_with_the_roles_places(route
         "expert-general": {"for-experts": 0.5},
         "expert-sql": {"for-experts": 0.5},
     }
+
+
+def test_the_application_names_the_draft_in_the_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
+    own = save_tiny(tmp_path / "target", 1)
+    asked = {"target.path": str(own), "weights.storage": str(tmp_path / "storage")}
+    built = built_of(build(load_config(None, asked | {"router.enabled": False})))
+    (target,) = [found for found in built if found.name == "target"]
+    (folder,) = (tmp_path / "storage" / "drafts").iterdir()
+    settings: TargetSettings = target.init_args[0]
+    assert set(settings.drafts.values()) == {str(folder)}
 
 
 def deployments(application: Any) -> dict[str, dict[str, Any]]:

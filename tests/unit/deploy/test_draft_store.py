@@ -12,10 +12,11 @@ from tiny_models import save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from paceline.actors.weights.eagle import is_made_for, new_draft, save_draft
+from paceline.actors.weights.state_folder import fingerprint, fingerprints
 from paceline.deploy import model_store
 from paceline.deploy.config.config import MODELS_DIR, PacelineConfig, load_config
 from paceline.deploy.config.preflight import check_models_fit
-from paceline.deploy.draft_store import fetch_models
+from paceline.deploy.draft_store import fetch_models, share_draft
 from paceline.deploy.errors import ConfigError
 
 
@@ -66,6 +67,37 @@ def test_a_folder_called_like_a_packaged_model_is_the_users_own(
     assert config.learnt_draft is None
     fetch_models(config, lambda _: None)
     assert {file: file.read_bytes() for file in (tmp_path / "smollm2").iterdir()} == files
+
+
+def test_the_hosts_of_a_cluster_read_one_draft_whatever_was_made_on_them(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache folder is each host's own."""
+    storage = tmp_path / "storage"
+    config = fetch_models(config_of(target, **{"weights.storage": str(storage)}), lambda _: None)
+    made, shared = config.auto_draft, share_draft(config)
+    save_draft(new_draft(target, layers=2), config.made_draft)
+    monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "another host's cache"))
+    assert set(shared.draft_paths.values()) == {storage / "drafts" / fingerprint([made])}
+    assert fingerprints(target, shared.draft_paths) == fingerprints(
+        target, dict.fromkeys(shared.experts, made)
+    )
+    check_models_fit(shared)
+    assert share_draft(shared) == shared
+
+
+def test_a_draft_that_was_made_anew_leaves_the_shared_one_to_its_readers(
+    target: Path, tmp_path: Path
+) -> None:
+    storage = {"weights.storage": str(tmp_path / "storage")}
+    config = fetch_models(config_of(target, **storage), lambda _: None)
+    first = share_draft(config)
+    save_draft(new_draft(target, layers=2), config.made_draft)
+    second = share_draft(config)
+    assert first.draft_paths != second.draft_paths
+    check_models_fit(first)
+    check_models_fit(second)
+    assert share_draft(config) == second
 
 
 @pytest.mark.parametrize(
