@@ -105,6 +105,7 @@ class PreemptionTracker:
         self._demands: tuple[ReplicaDemand, ...] = ()
         self._free: Mapping[str, Amounts] | None = None
         self._reported_at = self._last_demand = -math.inf
+        self._fragmented_since = math.inf
         self.preempted: set[str] = set()
         self.selected: set[str] = set()
 
@@ -132,6 +133,9 @@ class PreemptionTracker:
     def select(self, nodes: Mapping[str, str | None], now: float) -> set[str]:
         """Update and return ``selected``.
 
+        Ray reports the free GPUs of a node, and books a fraction on one device. Of a replica that
+        still waits with room on a node, the trainers there are preempted one by one.
+
         Args:
             nodes: trainer to its node.
             now: monotonic seconds.
@@ -145,11 +149,27 @@ class PreemptionTracker:
         if any(overlaps(a, d.amounts) for a in self._booked.values() for d in demands):
             self._last_demand = now
         self.selected = select_preemptions(demands, self._expected_free(now), slots)
+        fragmenting = [] if self.selected else self._fragmenting(demands, slots)
+        self._fragmented_since = min(self._fragmented_since, now) if fragmenting else math.inf
+        if now - self._fragmented_since >= self._settings.settle_s:
+            self.selected = {fragmenting[0]}
         return self.selected
+
+    def _fragmenting(
+        self, demands: Iterable[ReplicaDemand], slots: Iterable[ResourceSlot]
+    ) -> list[str]:
+        """Trainers with GPUs of nodes whose free ones, all devices together, would do."""
+        nodes = {
+            node
+            for node, free in (self._free or {}).items()
+            if any(d.amounts.get("GPU", 0.0) > 0.0 and fits(d.amounts, free) for d in demands)
+        }
+        return [s.name for s in slots if s.node in nodes and s.amounts.get("GPU", 0.0) > 0.0]
 
     def ended(self, name: str, node: str | None, now: float) -> None:
         """Count the resources of a trainer as free until Ray's figures show them."""
         self._ended[name] = now, node
+        self._fragmented_since = math.inf
         self.preempted.add(name)
         self.selected.discard(name)
 

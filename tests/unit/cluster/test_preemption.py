@@ -81,6 +81,27 @@ def test_an_ended_trainer_counts_as_gone_before_ray_shows_it() -> None:
     assert report(tracker, 1, 0.0, 13.1) == {"b"}  # it had not helped
 
 
+def test_trainers_are_preempted_one_by_one_if_no_device_has_the_room_of_its_node() -> None:
+    """Of two devices with 0.45 and 0.25 free, say: with 0.45 and 0.5 when a has ended."""
+    tracker = PreemptionTracker(SchedulerSettings(settle_s=3.0))
+    tracker.sync({"a": {"GPU": 0.25}, "b": {"GPU": 0.25}, "c": {"GPU": 0.25}}, ())
+
+    def select(free: float, now: float) -> set[str]:
+        tracker.report([ReplicaDemand({"GPU": 0.6})], {"n": {"GPU": free}, "m": {}}, now)
+        return tracker.select({"a": "n", "b": "n", "c": "m"}, now)
+
+    assert select(0.7, 10.0) == set()  # Ray may be about to place it
+    assert select(0.7, 12.9) == set()
+    assert select(0.7, 13.0) == {"a"}
+    assert select(0.7, 14.0) == {"a"}
+    tracker.ended("a", "n", 14.0)
+    assert select(0.95, 15.0) == set()
+    assert select(0.95, 17.9) == set()
+    assert select(0.95, 18.0) == {"b"}
+    assert report(tracker, 0, 0.35, 18.5) == set()  # it was placed
+    assert report(tracker, 1, 0.5, 19.0) == set()
+
+
 def test_a_trainer_restarts_after_the_last_replica_if_it_fits() -> None:
     tracker = PreemptionTracker(SchedulerSettings(restart_after_s=5.0, settle_s=0.0))
     tracker.sync({"a": {"GPU": 0.5}, "b": {"GPU": 0.5}}, ())
