@@ -171,6 +171,18 @@ def test_a_graceful_stop_may_take_as_long_as_target_or_ingress_drains(
     assert app._stop_timeout_s(load_config(None, changes)) == seconds
 
 
+def test_serve_is_waited_for_beyond_its_own_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([TimeoutError, TimeoutError, None])
+
+    def delete(_name: str) -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    monkeypatch.setattr("ray.serve.delete", delete)
+    app._delete()
+    assert not list(answers)
+
+
 def test_on_a_cluster_drain_timeouts_are_longer_unless_configured() -> None:
     here = load_config(None, {"weights.storage": "/shared", **NO_GPU})
     assert app._target(here)._deployment_config.graceful_shutdown_timeout_s == 5.0
