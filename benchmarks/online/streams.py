@@ -354,11 +354,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--topics", nargs="+", help="all that the prompts' source has")
     add("--parts", nargs="+", choices=PARTS, default=("streams", "ceilings"))
+    add("--ceiling", type=int, help="prompts of the ceiling at most; 2000, with --quick 64")
     add("--seeds", type=int, default=2, help="of training; 0 is that of the stream")
     add("--synthetic", type=float, default=4.0, help="prompts per record")
     options = parsed(parser, argv, topics=("sql", "shell"))
     prepare(options.threads)
     lab = stream_lab(options)
+    if options.ceiling is not None:
+        lab.sizes = replace(lab.sizes, ceiling=options.ceiling)
     known = ORDER if options.data in (None, HUB) else FOLDER_TOPICS
     topics, settings = {}, {"sizes": asdict(lab.sizes), **lab.settings((), {})}
     for topic in options.topics or known:
