@@ -73,7 +73,7 @@ def split_records(
     """
     sides: dict[bool, list[ReplayRecord]] = {False: [], True: []}
     for record in records:
-        sides[is_held_out(record.prompt_token_ids, held_out_fraction)].append(record)
+        sides[is_held_out(record.conversation, held_out_fraction)].append(record)
     if not all(sides.values()):
         raise ValueError(f"{len(records)} records are too few")
     return sides[False], sides[True]

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray import serve
@@ -27,10 +27,12 @@ from paceline.actors.engine.request import FAILED, GenerationChunk, GenerationRe
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.stats import EngineStats
 from paceline.actors.engine.target_handle import TargetStatus
+from paceline.actors.engine.turn_marks import turn_marks
 from paceline.actors.handles import RemoteMethod
+from paceline.actors.replay.conversations import Conversations
 from paceline.actors.replay.deliveries import Deliveries
 from paceline.actors.replay.held_records import MAX_BYTES, HeldRecords
-from paceline.actors.replay.record import ReplayRecord, encode
+from paceline.actors.replay.record import ReplayRecord, encode, is_synthetic
 from paceline.actors.replay.selection import LeftOut, RecordRateLimiter, is_scored
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.speculation.pending_updates import (
@@ -45,6 +47,9 @@ from paceline.actors.speculation.pool.sessions import SessionManager, SessionStr
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.subscriber import RegistryHandle, RegistrySubscriber
 from paceline.actors.weights.topics import TopicsView
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +237,8 @@ class TargetReplica:
         self._outcome_reporter: OutcomeReporter | None = None
         if registry is not None:
             self._outcome_reporter = OutcomeReporter(registry.report.remote, time.monotonic)
-        engine, _, self._facts = build_engine(settings, self._pool)
+        engine, tokenizer, self._facts = build_engine(settings, self._pool)
+        self._conversations = _conversations(tokenizer)
         self._grammars = engine.grammars
         self._suffix_store = engine.draft_runner.suffix_store
         self._loop = EngineLoop(
@@ -430,6 +436,9 @@ class TargetReplica:
                 self._left_out.add(record.topic)
                 return
             self._hanging.discard(record.topic)
+            if self._conversations is not None and not is_synthetic(record.request_id):
+                found = self._conversations.find(record.prompt_token_ids)
+                record = replace(record, first_prompt=found)
             data = encode(record)
             left_out = self._left_out.take(record.topic)
             self._deliveries.sent(record.topic, shard.insert.remote(data, left_out), len(data))
@@ -475,6 +484,15 @@ class TargetReplica:
             self._pool.add_client(expert)
             self._sessions.add(expert, partial(_session_stream, handle, self._replica_id))
             self._connected.add(expert)
+
+
+def _conversations(tokenizer: PreTrainedTokenizerBase) -> Conversations | None:
+    """What finds conversations; None if the chat template does not tell where a turn ends."""
+    try:
+        return Conversations(turn_marks(tokenizer).cue)
+    except Exception as error:  # whatever a template raises
+        logger.info("records of a conversation's turns are not kept together: %s", error)
+        return None
 
 
 def _replica_id() -> str:

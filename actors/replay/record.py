@@ -147,6 +147,7 @@ class ReplayRecord:
         hidden: uint16 ``[T, H]``, bits of the target's bfloat16 hidden states at T positions of
             prompt and output from ``hidden_start`` on; None if no draft reads them.
         hidden_start: a position.
+        first_prompt: digest of the first prompt of its conversation; None is its own.
     """
 
     request_id: str
@@ -174,6 +175,13 @@ class ReplayRecord:
     branch_tail_mass: NDArray[np.float32] | None = None
     hidden: NDArray[np.uint16] | None = None
     hidden_start: int = 0
+    first_prompt: int | None = None
+
+    @property
+    def conversation(self) -> int:
+        """Digest of its conversation's first prompt, by which its records stay together."""
+        own = self.first_prompt
+        return prompt_digest(self.prompt_token_ids) if own is None else own
 
     @property
     def greedy(self) -> bool:
@@ -223,6 +231,8 @@ def encode(record: ReplayRecord) -> bytes:
     for name, kind in _SCALARS.items():
         fields[name] = kind(getattr(record, name))
     fields["hidden_start"] = record.hidden_start
+    if record.first_prompt is not None:
+        fields["first_prompt"] = record.first_prompt
     arrays: dict[str, NDArray[Any] | None] = {}
     for name, (dtype, axes) in _ARRAYS.items():
         value = getattr(record, name)
@@ -261,6 +271,8 @@ def decode(data: bytes) -> ReplayRecord:
     _check_shapes(arrays)
     values: dict[str, Any] = {name: _scalar(fields, name, kind) for name, kind in _SCALARS.items()}
     values["hidden_start"] = _scalar({"hidden_start": 0} | fields, "hidden_start", int)
+    if "first_prompt" in fields:
+        values["first_prompt"] = _scalar(fields, "first_prompt", int)
     _check_values(values, arrays)
     return ReplayRecord(**(values | arrays))
 
@@ -336,15 +348,17 @@ def _check_values(values: Mapping[str, Any], arrays: Mapping[str, NDArray[Any] |
             raise RecordValueError(f"record: {name} does not lie in {low} to {high}")
 
 
-def is_held_out(prompt_token_ids: Sequence[int] | NDArray[np.int32], fraction: float) -> bool:
-    """Whether records of this prompt are for evaluation and not for training.
+def prompt_digest(prompt_token_ids: Sequence[int] | NDArray[np.int32]) -> int:
+    """Hash of a prompt, below 2**64, the same in every process."""
+    ids = np.asarray(prompt_token_ids, dtype="<i4").tobytes()
+    return int.from_bytes(hashlib.blake2b(ids, digest_size=8).digest(), "little")
 
-    A hash of the prompt alone, the same in every process.
+
+def is_held_out(conversation: int, fraction: float) -> bool:
+    """Whether records of this conversation are for evaluation and not for training.
 
     Args:
-        prompt_token_ids: the prompt.
-        fraction: of all prompts that are held out, 0 to 1.
+        conversation: see ReplayRecord.
+        fraction: of all conversations that are held out, 0 to 1.
     """
-    ids = np.asarray(prompt_token_ids, dtype="<i4").tobytes()
-    digest = hashlib.blake2b(ids, digest_size=8).digest()
-    return int.from_bytes(digest, "little") < fraction * 2.0**64
+    return conversation < fraction * 2.0**64

@@ -83,14 +83,14 @@ def is_scored(record: ReplayRecord, share: float, held_out_fraction: float) -> b
     Args:
         record: of a finished request.
         share: of all requests, 0 to 1; at most ``held_out_fraction`` is reached.
-        held_out_fraction: of prompts, see :func:`is_held_out`. If 0 nothing is trained, and any
-            prompt may be scored.
+        held_out_fraction: of conversations, see :func:`is_held_out`. If 0 nothing is trained, and
+            any prompt may be scored.
     """
     if is_synthetic(record.request_id):
         return False
     probability = share
     if held_out_fraction > 0.0:
-        if not is_held_out(record.prompt_token_ids, held_out_fraction):
+        if not is_held_out(record.conversation, held_out_fraction):
             return False
         probability = share / held_out_fraction
     digest = hashlib.blake2b(record.request_id.encode(), digest_size=8, person=_PURPOSE).digest()

@@ -215,7 +215,7 @@ class ReplayShard:
             return None
         if self._purges.cover(record.request_id, self._topic, record.created):
             return None
-        held_out = is_held_out(record.prompt_token_ids, self._settings.held_out_fraction)
+        held_out = is_held_out(record.conversation, self._settings.held_out_fraction)
         encoded = EncodedRecord(record.request_id, record.created, bytes(data))
         split: Split = "held_out" if held_out else "train"
         if is_synthetic(record.request_id):

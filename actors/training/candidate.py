@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _BASIS_RECORDS = 32
 _TESTS = 64  # records, the latest: what weights of long ago gained says little
-_KNOWN_PROMPTS = 2**14
+_MOST_KNOWN = 2**14
 
 
 class Compared(NamedTuple):
@@ -64,9 +64,9 @@ class Compared(NamedTuple):
     halfway: bool
 
 
-def one_per_prompt(records: Iterable[ReplayRecord]) -> list[ReplayRecord]:
-    """The last record of each prompt: several answers to one are a single observation."""
-    return list({record.prompt_token_ids.tobytes(): record for record in records}.values())
+def one_per_conversation(records: Iterable[ReplayRecord]) -> list[ReplayRecord]:
+    """The last record of each conversation: its answers are much alike, a single observation."""
+    return list({record.conversation: record for record in records}.values())
 
 
 class Candidate:
@@ -102,7 +102,7 @@ class Candidate:
         )
         self.tests: deque[tuple[float, float]] = deque(maxlen=_TESTS)
         self._newest: float | None = None  # creation of the newest training record so far
-        self._known_prompts: dict[int, None] = {}  # hashes of training records' prompts
+        self._known: dict[int, None] = {}  # conversations of training records
         self._differs = False  # from the served weights, by training
         self._initial_records: int | None = None  # see begin_round
         self._ahead = False  # of the served draft, by the last comparison
@@ -262,22 +262,21 @@ class Candidate:
     ) -> None:
         """Test the candidate on the new ones of these records; call it before it trains on them.
 
-        New is a record that came after all that were given before, with a prompt that none of the
-        last of them had: a record is a test once, and never after a training on it.
+        New is a record that came after all that were given before, of a conversation that none of
+        the last of them was of: a record is a test once, and never after a training on it.
 
         Args:
             records: usable ones that the candidate is about to be trained on.
             before_batch: called before each forward, see ``score_steps``; if it raises, the
                 records are new the next time.
         """
-        prompts = [hash(record.prompt_token_ids.tobytes()) for record in records]
         new: list[ReplayRecord] = []
         if self._differs and self._newest is not None:
-            for prompt, record in zip(prompts, records, strict=True):
-                known = record.created <= self._newest or prompt in self._known_prompts
+            for record in records:
+                known = record.created <= self._newest or record.conversation in self._known
                 if not known and not is_synthetic(record.request_id):
                     new.append(record)
-        if latest := sorted(one_per_prompt(new), key=lambda record: record.created)[-_TESTS:]:
+        if latest := sorted(one_per_conversation(new), key=lambda record: record.created)[-_TESTS:]:
             served = self._score(self._served, latest, before_batch)
             trained, halfway = (
                 self._score(state, latest, before_batch) - served for state in self._states()
@@ -286,9 +285,9 @@ class Candidate:
             self.tests.extend(pair for pair in gains if math.isfinite(sum(pair)))
         given = max((record.created for record in records), default=-math.inf)
         self._newest = given if self._newest is None else max(self._newest, given)
-        self._known_prompts |= dict.fromkeys(prompts)
-        for prompt in [*self._known_prompts][:-_KNOWN_PROMPTS]:
-            del self._known_prompts[prompt]
+        self._known |= dict.fromkeys(record.conversation for record in records)
+        for conversation in [*self._known][:-_MOST_KNOWN]:
+            del self._known[conversation]
 
     def _forget_tests(self) -> None:
         """Forget tests of weights that the candidate does not go on from."""

@@ -25,6 +25,7 @@ from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.engine.model_loader import load_tokenizer, resolve_device
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.engine.turn_marks import first_turn, turn_marks
 from paceline.actors.general import GENERAL
 from paceline.actors.replay.record import ReplayRecord, decode, encode, is_held_out
 from paceline.actors.training.adapters import load_state
@@ -44,7 +45,6 @@ from paceline.actors.training.optimizer_state import load_checkpoint, save_check
 from paceline.actors.training.settings import DistillerSettings
 from paceline.actors.training.shares import make_shares
 from paceline.actors.training.synthetic.prompts import synthetic_prompt
-from paceline.actors.training.turn_marks import first_turn, turn_marks
 from paceline.actors.weights.eagle import (
     BASIS,
     VOCABULARY,
@@ -264,7 +264,7 @@ class DraftMaker:
 
     def held_out(self) -> list[ReplayRecord]:
         """Answers that the draft has not learnt from."""
-        return [r for r in self._records if is_held_out(r.prompt_token_ids, _HELD_OUT)]
+        return [r for r in self._records if is_held_out(r.conversation, _HELD_OUT)]
 
     def step_acceptance(self, records: Sequence[ReplayRecord]) -> tuple[list[float], list[float]]:
         """Share of tokens on which draft and target agree, for each drafted step in turn.
@@ -367,7 +367,7 @@ class DraftMaker:
         return [
             record
             for record in self._records
-            if usable(record, vocab_size) and not is_held_out(record.prompt_token_ids, _HELD_OUT)
+            if usable(record, vocab_size) and not is_held_out(record.conversation, _HELD_OUT)
         ]
 
     def _effort(self, part: float) -> Effort:

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.actors.general import GENERAL
 from paceline.actors.replay.buffer import Split
 from paceline.actors.replay.record import ReplayRecord
-from paceline.actors.training.candidate import Candidate, one_per_prompt
+from paceline.actors.training.candidate import Candidate, one_per_conversation
 from paceline.actors.training.client import TrainerClient
 from paceline.actors.training.drift import DriftStatus
 from paceline.actors.training.gate import NOT_FINITE, GateDecision, decide
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 # Raised with every change of what is decided here, in the gate, the candidate or the learning-rate
 # scale: benchmark results that were made under other rules are then not taken for today's.
-RULES = 7
+RULES = 8
 _AT_ONCE = 32  # records that are decoded under one permit: some milliseconds
 _DIVERGED = "the training loss is not finite"
 
@@ -229,9 +229,9 @@ class TrainingLoop:
         candidate.test(train, self._steps.wait_for_permit)
         candidate.grow_vocabulary(self._steps.usable(train))
         held_out = self._sample(topic, self._settings.held_out_records, "held_out", stats)
-        held_out = one_per_prompt(candidate.usable(self._steps.usable(held_out)))
+        held_out = one_per_conversation(candidate.usable(self._steps.usable(held_out)))
         if len(held_out) < max(self._settings.gate.min_records, 2):
-            raise TopicNotTrainable("too few usable held-out records of different prompts")
+            raise TopicNotTrainable("too few usable held-out records of different conversations")
         if (coverage := candidate.coverage(held_out)) is not None:
             self._update(vocabulary_coverage={**self.progress.vocabulary_coverage, topic: coverage})
         try:

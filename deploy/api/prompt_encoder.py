@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from paceline.actors.engine import compatibility
 from paceline.actors.engine.detokenizer import IncrementalDetokenizer
-from paceline.actors.training.turn_marks import TurnMarks, turn_marks
+from paceline.actors.engine.turn_marks import TurnMarks, turn_marks
 from paceline.deploy.api.request_schemas import (
     ChatMessage,
     ChatTemplateOptions,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import ray
 
 from paceline.actors.cores import default_threads
+from paceline.actors.engine.turn_marks import TurnMarks, turn_marks
 from paceline.actors.general import GENERAL
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.training.settings import ScorerSettings
 from paceline.actors.training.synthetic.prompts import SyntheticSettings
-from paceline.actors.training.turn_marks import TurnMarks, turn_marks
 from paceline.actors.weights.state_folder import fingerprints
 from paceline.deploy.config.config import PacelineConfig
 from paceline.deploy.errors import ConfigError

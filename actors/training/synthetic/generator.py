@@ -26,7 +26,7 @@ from paceline.actors.engine.request import (
 )
 from paceline.actors.engine.target_handle import StreamingTarget, TargetHandle
 from paceline.actors.replay.buffer import ShardStats
-from paceline.actors.replay.record import ReplayRecord, is_held_out
+from paceline.actors.replay.record import ReplayRecord, is_held_out, prompt_digest
 from paceline.actors.training.background import BackgroundLoop
 from paceline.actors.training.progress import SyntheticStatus
 from paceline.actors.training.synthetic.prompts import (
@@ -147,8 +147,7 @@ class SyntheticPromptGenerator:
         if prompt is None:
             self.counts["unfinished"] += 1
             return None
-        ids = np.asarray(prompt, dtype=np.int32)
-        held_out = is_held_out(ids, self._settings.held_out_fraction)
+        held_out = is_held_out(prompt_digest(prompt), self._settings.held_out_fraction)
         request = None if held_out else answer_request(record, prompt, mark)
         self.counts["refused"] += request is None
         return request

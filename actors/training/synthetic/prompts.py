@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
+from paceline.actors.engine.turn_marks import TurnMarks
 from paceline.actors.replay.record import ReplayRecord, synthetic_id
-from paceline.actors.training.turn_marks import TurnMarks
 
 SHORTEST, LONGEST = 2, 8  # tokens of the stored text that are kept
 _MIN_ADDED = 2  # tokens

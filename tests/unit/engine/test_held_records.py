@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from engines import make_engine, request
+from tiny_models import tiny_tokenizer
 from waiting import wait_until
 
 from paceline.actors.engine.engine_loop import EngineLoop
@@ -20,7 +21,7 @@ from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.target import TargetReplica
 from paceline.actors.replay import held_records
 from paceline.actors.replay.held_records import HeldRecords
-from paceline.actors.replay.record import ReplayRecord, decode
+from paceline.actors.replay.record import ReplayRecord, decode, prompt_digest
 from paceline.actors.replay.selection import LeftOut
 
 NEVER = 3600.0
@@ -126,3 +127,31 @@ def test_a_replica_purges_and_expires_what_it_holds_and_hands_over_the_rest(
     )
     replica.__del__()
     assert [record.request_id for record in records] == ["cmpl-d-0"]
+
+
+def test_records_of_a_conversation_name_its_first_prompt(target_folder: Path) -> None:
+    records: list[ReplayRecord] = []
+
+    def insert(data: bytes, _left_out: int) -> None:
+        records.append(decode(data))
+
+    shard: Any = SimpleNamespace(insert=SimpleNamespace(remote=insert))
+    settings = TargetSettings(str(target_folder), dtype="float32", num_threads=1, max_num_seqs=4)
+    replica, tokenizer = TargetReplica(settings, {"general": shard}), tiny_tokenizer()
+    chat = [{"role": "user", "content": "how many?"}]
+
+    def ask(name: str) -> None:
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        own = request(f"{name}-0", ids, draft="general", topic="general", ignore_eos=True)
+        answered(replica._loop, own)
+        wait_until(lambda: len(records) == int(name), "the record")
+
+    ask("1")
+    chat += [{"role": "assistant", "content": "4"}, {"role": "user", "content": "of what?"}]
+    ask("2")
+    chat[0]["content"] = "why?"
+    ask("3")
+    replica.__del__()
+    first, second, other = (record.conversation for record in records)
+    assert first == second == prompt_digest(records[0].prompt_token_ids)
+    assert other == prompt_digest(records[2].prompt_token_ids)

@@ -20,6 +20,7 @@ from paceline.actors.replay.record import (
     decode,
     encode,
     is_held_out,
+    prompt_digest,
 )
 
 
@@ -161,7 +162,7 @@ def test_a_token_of_no_mass_and_a_broken_draft_are_no_reason_to_refuse() -> None
 
 
 def test_held_out_share_and_stability() -> None:
-    prompts = [[n, n + 1, 7 * n] for n in range(4000)]
+    prompts = [prompt_digest([n, n + 1, 7 * n]) for n in range(4000)]
     share = np.mean([is_held_out(p, 0.15) for p in prompts])
     assert 0.12 < share < 0.18
     assert not any(is_held_out(p, 0.0) for p in prompts)
@@ -170,8 +171,8 @@ def test_held_out_share_and_stability() -> None:
 
 def test_held_out_does_not_depend_on_the_hash_seed_of_the_process() -> None:
     code = (
-        "from paceline.actors.replay.record import is_held_out;"
-        "print([is_held_out([n], 0.5) for n in range(64)])"
+        "from paceline.actors.replay.record import prompt_digest;"
+        "print([prompt_digest([n]) for n in range(64)])"
     )
     answers = {
         subprocess.run(
@@ -183,4 +184,14 @@ def test_held_out_does_not_depend_on_the_hash_seed_of_the_process() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert answers == {f"{[is_held_out([n], 0.5) for n in range(64)]}\n"}
+    assert answers == {f"{[prompt_digest([n]) for n in range(64)]}\n"}
+
+
+def test_a_record_keeps_the_first_prompt_of_its_conversation() -> None:
+    first, later = make_record(), make_record(prompt=(1, 2, 3, 4, 5))
+    assert decode(encode(first)).conversation == prompt_digest((1, 2, 3))
+    later = dataclasses.replace(later, first_prompt=first.conversation)
+    assert decode(encode(later)).conversation == first.conversation
+    broken = msgpack.unpackb(encode(later)) | {"first_prompt": "x"}
+    with pytest.raises(RecordError, match="first_prompt"):
+        decode(msgpack.packb(broken))

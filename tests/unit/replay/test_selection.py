@@ -33,7 +33,7 @@ def test_only_prompts_that_no_draft_learns_from_are_taken() -> None:
     requests = [request(n) for n in range(1000)]
     picked = [r for r in requests if is_scored(r, 0.1, 0.2)]
     assert picked
-    assert all(is_held_out(r.prompt_token_ids, 0.2) for r in picked)
+    assert all(is_held_out(r.conversation, 0.2) for r in picked)
     assert [is_scored(r, 1.0, 0.0) for r in requests] == [True] * 1000
 
 

@@ -15,7 +15,7 @@ import pytest
 from replay_samples import make_record
 
 from paceline.actors.replay.buffer import ReplayBuffer, ReplaySettings
-from paceline.actors.replay.record import decode, encode, is_held_out
+from paceline.actors.replay.record import decode, encode, is_held_out, prompt_digest
 from paceline.actors.replay.shard import Journal, ReplayShard
 from paceline.actors.replay.table import EncodedRecord, reservoir_key
 
@@ -42,12 +42,12 @@ def test_splits_by_prompt_and_counts() -> None:
     shard = ReplayShard("sql", ReplaySettings(held_out_fraction=0.25), clock=Clock())
     fill(shard, 200)
     stats = shard.stats()
-    expected = sum(is_held_out((n, n + 1), 0.25) for n in range(200))
+    expected = sum(is_held_out(prompt_digest((n, n + 1)), 0.25) for n in range(200))
     assert stats.records("held_out") == expected
     assert stats.records("train") == 200 - expected
     assert stats.inserted_total == 200
     held = shard.sample(1_000, "held_out")
-    assert all(is_held_out(decode(data).prompt_token_ids, 0.25) for data in held)
+    assert all(is_held_out(decode(data).conversation, 0.25) for data in held)
     assert not ids(held) & ids(shard.sample(1_000, "train"))
 
 

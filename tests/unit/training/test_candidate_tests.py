@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from training_records import learn, training_record
 
 from paceline.actors.replay.record import ReplayRecord, encode, synthetic_id
-from paceline.actors.training.candidate import Candidate, one_per_prompt
+from paceline.actors.training.candidate import Candidate, one_per_conversation
 from paceline.actors.training.progress import LeaseRevoked
 from paceline.actors.weights.flat_weights import flatten
 
@@ -58,7 +58,10 @@ def test_one_that_comes_late_or_repeats_a_prompt_or_is_made_up_is_no_test(draft:
 
 def test_several_answers_to_a_prompt_are_one_observation() -> None:
     twins = [replace(training_record(22), request_id=f"t{n}") for n in range(3)]
-    assert [r.request_id for r in one_per_prompt([*twins, training_record(23)])] == ["t2", "r23"]
+    assert [r.request_id for r in one_per_conversation([*twins, training_record(23)])] == [
+        "t2",
+        "r23",
+    ]
 
 
 def test_weights_that_do_not_differ_from_the_served_ones_are_not_tested(draft: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_topic_without_usable_records_rests_and_does_not_train(
     client = LocalClient(tmp_path)
     for number in range(60):
         record = training_record(number)
-        spoilt = is_held_out(record.prompt_token_ids, 0.3) == (split == "held_out")
+        spoilt = is_held_out(record.conversation, 0.3) == (split == "held_out")
         client.shards["sql"].insert(encode(out_of_vocabulary(number) if spoilt else record))
     drawn: list[str] = []
     sample = client.sample

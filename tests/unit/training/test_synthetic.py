@@ -20,6 +20,7 @@ from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.engine.engine_loop import EngineLoop
 from paceline.actors.engine.request import FINISH_YIELDED, GenerationChunk, GenerationRequest
+from paceline.actors.engine.turn_marks import TurnMarks, turn_marks
 from paceline.actors.replay.buffer import ReplaySettings, ShardStats, Split, SplitStats
 from paceline.actors.replay.record import (
     ReplayRecord,
@@ -28,6 +29,7 @@ from paceline.actors.replay.record import (
     encode,
     is_held_out,
     is_synthetic,
+    prompt_digest,
     source_id,
     synthetic_id,
 )
@@ -45,7 +47,6 @@ from paceline.actors.training.synthetic.prompts import (
     prompt_request,
     synthetic_prompt,
 )
-from paceline.actors.training.turn_marks import TurnMarks, turn_marks
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.learning_settings import synthetic_settings
 from paceline.deploy.errors import ConfigError
@@ -157,7 +158,7 @@ def kept(shard: ReplayShard, split: Any) -> list[ReplayRecord]:
 def test_synthetic_records_have_a_split_of_their_own_and_are_never_held_out() -> None:
     shard = shard_of()
     prompts = [(1, 3, n, n + 1, 4) for n in range(5, 105)]
-    held_out = [p for p in prompts if is_held_out(np.array(p, dtype=np.int32), 0.3)]
+    held_out = [p for p in prompts if is_held_out(prompt_digest(p), 0.3)]
     shard.insert(encode(make_record(request_id="real", prompt=prompts[0])))
     for n, prompt in enumerate(prompts):
         shard.insert(encode(make_record(request_id=synthetic_id("real", str(n)), prompt=prompt)))
@@ -390,7 +391,7 @@ def test_as_many_are_made_as_is_wanted_and_no_more(serving: LocalServing) -> Non
         assert prompt[:4] == stored[:4]
         assert prompt[-1] == 4
         assert prompt != stored
-        assert not is_held_out(record.prompt_token_ids, 0.3)
+        assert not is_held_out(record.conversation, 0.3)
         assert len(prompt) + len(record.output_token_ids) <= len(stored) + 40
         assert record.expert == "off"
 
