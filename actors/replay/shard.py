@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -82,18 +82,43 @@ class Journal:
             while left:
                 left = left[self._file.write(left) :]
         except OSError:  # a part of it would hide what is appended later
-            self._file.truncate(size)
-            self._file.seek(size)
+            self._truncate(size)
             raise
 
-    def rewrite(self, records: Iterable[bytes]) -> None:
-        """Replace the content atomically."""
-        with open(self._partial, "wb", opener=_open_private) as file:
-            for data in records:
-                file.write(_HEADER.pack(len(data)) + data)
-        self._partial.replace(self._path)
+    def rewrite(self, records: Sequence[bytes]) -> None:
+        """Replace the content: atomically, or in place if a second file does not fit on the disk.
+
+        In place records may be missing afterwards; those to remove never stay.
+
+        Raises:
+            OSError: the content is as before.
+        """
+        try:
+            with open(self._partial, "wb", opener=_open_private) as file:
+                for data in records:
+                    file.write(_HEADER.pack(len(data)) + data)
+            self._partial.replace(self._path)
+        except OSError as error:
+            self._partial.unlink(missing_ok=True)
+            logger.warning("%s is rewritten in place: %s", self._path, error)
+            self._rewrite_in_place(records)
+            return
         old, self._file = self._file, self._open()
         old.close()
+
+    def _rewrite_in_place(self, records: Sequence[bytes]) -> None:
+        self._truncate(0)
+        for number, data in enumerate(records):
+            try:
+                self.append(data)
+            except OSError as error:
+                lost = len(records) - number
+                logger.warning("%s: %d records are in memory alone: %s", self._path, lost, error)
+                return
+
+    def _truncate(self, size: int) -> None:
+        self._file.truncate(size)
+        self._file.seek(size)
 
 
 class ReplayShard:
@@ -174,7 +199,11 @@ class ReplayShard:
             self._buffer.update_losses(losses)
 
     def delete(self, request_id: str | None) -> int:
-        """Remove a request's records, or with None all, from memory and disk; returns how many."""
+        """Remove a request's records, or with None all, from memory and disk; returns how many.
+
+        Raises:
+            OSError: they are still on disk; their removal is retried.
+        """
         with self._lock:
             self._purges.add(request_id)
             removed = self._buffer.delete(request_id)
@@ -240,7 +269,8 @@ class ReplayShard:
         """Rewrite the file with the buffer's records."""
         if self._journal is not None:
             records = self._buffer.records()
-            self._journal.rewrite(record.data for record in records)
+            self._oldest_written = -math.inf  # if the rewrite fails, it stays due
+            self._journal.rewrite([record.data for record in records])
             self._oldest_written = min((r.created for r in records), default=math.inf)
 
 

@@ -8,6 +8,8 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -156,18 +158,24 @@ def test_retention_acts_on_insert_alone() -> None:
     assert not table.insert(EncodedRecord("late", 50.0, b"x"), "train", 111.0)
 
 
-def test_an_append_that_fails_hides_nothing_that_is_appended_later(tmp_path: Path) -> None:
-    journal, records = Journal(tmp_path / "sql.records"), [bytes([n]) * 50_000 for n in range(4)]
+@contextmanager
+def full_disk(file_bytes: int) -> Iterator[None]:
+    """Let writes beyond so many bytes of a file fail."""
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
-    journal.append(records[0])
     try:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the disk is full within the second one
-        resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, limits[1]))
-        with pytest.raises(OSError, match="too large"):
-            journal.append(records[1])
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, limits[1]))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_an_append_that_fails_hides_nothing_that_is_appended_later(tmp_path: Path) -> None:
+    journal, records = Journal(tmp_path / "sql.records"), [bytes([n]) * 50_000 for n in range(4)]
+    journal.append(records[0])
+    with full_disk(70_000), pytest.raises(OSError, match="too large"):
+        journal.append(records[1])
     for data in records[2:]:
         journal.append(data)
     assert list(journal.read()) == [records[0], *records[2:]]
@@ -196,6 +204,46 @@ def test_the_file_keeps_nothing_beyond_retention_and_slack(tmp_path: Path, trigg
     else:
         shard.expire()
     assert on_disk(tmp_path) == {f"r{n}" for n in range(5, 11 if trigger == "insert" else 10)}
+
+
+@pytest.mark.parametrize("trigger", ["purge", "expiry", "start"])
+def test_a_full_disk_keeps_nothing_that_was_removed(tmp_path: Path, trigger: str) -> None:
+    clock = Clock()
+    settings = ReplaySettings(retention_s=1_000.0, held_out_fraction=0.0)
+    shard = ReplayShard("sql", settings, str(tmp_path), clock=clock)
+    fill(shard, 5)
+    fill(shard, 5, start=5, created=1_500.0)
+    gone = {"r7"} if trigger == "purge" else {f"r{n}" for n in range(5)}
+    kept = {f"r{n}" for n in range(10)} - gone
+    with full_disk((tmp_path / "sql.records").stat().st_size // 4):
+        if trigger == "purge":
+            assert shard.delete("r7") == 1
+        else:
+            clock.now = 2_011.0
+        if trigger == "expiry":
+            shard.expire()
+        elif trigger == "start":
+            shard = ReplayShard("sql", settings, str(tmp_path), clock=clock)
+    assert [path.name for path in tmp_path.iterdir()] == ["sql.records"]
+    assert ids(shard.sample(100, "train")) == kept
+    assert on_disk(tmp_path) < kept
+    shard.delete("gone")  # writes again what did not fit
+    assert on_disk(tmp_path) == kept
+
+
+def test_a_removal_that_failed_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = ReplayShard("sql", ReplaySettings(), str(tmp_path), clock=Clock())
+    fill(shard, 4)
+
+    def fail(*_: object) -> None:
+        raise OSError("input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Journal, "rewrite", fail)
+        with pytest.raises(OSError, match="input/output"):
+            shard.delete("r2")
+    shard.expire()
+    assert on_disk(tmp_path) == {"r0", "r1", "r3"}
 
 
 def test_a_quiet_shard_drops_what_is_past_retention_by_itself(tmp_path: Path) -> None:
