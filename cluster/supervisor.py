@@ -144,9 +144,9 @@ class SupervisedActors(Generic[HandleT]):
         if actor is None:
             return
         actor.answers = False
+        ray.kill(actor.handle, no_restart=not restart)
         if not restart:
             del self._actors[name]
-        ray.kill(actor.handle, no_restart=not restart)
 
     def kill_all(self) -> None:
         """End all actors for good."""
@@ -223,6 +223,7 @@ class TrainerSupervisor:
         self._scheduler = scheduler
         self._pending = pending
         self._preempted: set[str] = set()
+        self._ended: set[str] = set()  # since the scheduler last answered
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -266,14 +267,16 @@ class TrainerSupervisor:
                 logger.info("trainers: %s: %s", type(error).__name__, error)
 
     def _tick(self) -> None:
-        died = self._trainers.poll()
+        self._ended.update(self._trainers.poll())
         self._trainers.start_missing(self._preempted)
-        booked = dict.fromkeys(self._names, self._booked)
-        answer = self._scheduler.sync_trainers.remote(booked, sorted(self._preempted), died)
-        for instruction in ray.get(answer, timeout=_ANSWER_S):
+        booked, ended = dict.fromkeys(self._names, self._booked), sorted(self._ended)
+        answer = self._scheduler.sync_trainers.remote(booked, sorted(self._preempted), ended)
+        instructions = ray.get(answer, timeout=_ANSWER_S)
+        self._ended.clear()
+        for instruction in instructions:
             try:
                 self._carry_out(instruction)
-            except Exception:  # the others are not repeated by the scheduler
+            except Exception:  # the scheduler repeats it
                 logger.warning("%s was not carried out", instruction, exc_info=True)
 
     def _report_pending(self) -> None:
@@ -289,11 +292,12 @@ class TrainerSupervisor:
             self._trainers.start_missing(self._preempted)
         elif instruction.action is Action.PREEMPT:
             logger.info("%s is preempted: a replica needs its resources", name)
-            self._preempted.add(name)
             self._trainers.kill(name, restart=False)
+            self._preempted.add(name)
         else:
             logger.warning("%s is killed: it did not yield in time", name)
             self._trainers.kill(name, restart=True)
+            self._ended.add(name)
 
 
 class TopicSupervisor:

@@ -242,6 +242,7 @@ class SchedulerPolicy:
         self._idle = idle
         self._trainers: dict[str, TrainerState] = {}
         self._kills: dict[str, int] = {}  # in a row, by trainer
+        self._to_kill: set[str] = set()
         self._now = -math.inf
 
     # Load of serving
@@ -356,17 +357,21 @@ class SchedulerPolicy:
     # Calls of the supervisor
 
     def trainer_died(self, name: str, now: float) -> None:
-        """Free the lease and the topic of a trainer whose process has ended by itself."""
+        """Free the lease and the topic of a trainer whose process has ended."""
         self._account(now)
         self._remove(name, LeaseEnd.DIED, now)
 
     def tick(self, now: float) -> list[Instruction]:
-        """Revoke, kill, preempt and restart as time passes; call it about once a second."""
+        """Revoke, kill, preempt and restart as time passes; call it about once a second.
+
+        The instruction to kill a trainer is repeated until its process ends or its round does.
+        """
         self._account(now)
         self._revoke_unless_idle(now)
         instructions = [Instruction(Action.PREEMPT, name) for name in self._preempt(now)]
-        killed = self._expire_silent(now) + self._expire_revoked(now)
-        instructions += [Instruction(Action.KILL, name) for name in killed]
+        self._expire_silent(now)
+        self._expire_revoked(now)
+        instructions += [Instruction(Action.KILL, name) for name in sorted(self._to_kill)]
         restarted = self.preemption.restart(now)
         if restarted is not None:
             instructions.append(Instruction(Action.START, restarted))
@@ -428,6 +433,7 @@ class SchedulerPolicy:
         self._release_lease(state, now)
         if state.topic is not None:  # the call that ended its round was lost
             self.topics.round_ended(state.topic, name, now)
+        self._to_kill.discard(name)
         state.topic, state.denied_since = None, None
         state.slots, state.last_seen = trainer.slots, now
         return state
@@ -473,6 +479,7 @@ class SchedulerPolicy:
 
     def _remove(self, name: str, reason: LeaseEnd, now: float) -> None:
         """End the lease and the round of a process that has ended."""
+        self._to_kill.discard(name)
         trainer = self._trainers.pop(name, None)
         if trainer is not None:
             self._end_lease(trainer, reason)
@@ -504,9 +511,8 @@ class SchedulerPolicy:
             preempted.append(name)
         return preempted
 
-    def _expire_silent(self, now: float) -> list[str]:
+    def _expire_silent(self, now: float) -> None:
         """Revoke leases of silent trainers; kill those that are silent without a lease."""
-        killed = []
         limit = self._settings.silent_after_s
         for trainer in list(self._trainers.values()):
             silent = now - trainer.last_seen
@@ -518,23 +524,20 @@ class SchedulerPolicy:
             elif trainer.topic is None:
                 self._remove(trainer.name, LeaseEnd.DIED, now)
             else:
-                killed.append(self._kill(trainer, now))
-        return killed
+                self._kill(trainer, now)
 
-    def _expire_revoked(self, now: float) -> list[str]:
+    def _expire_revoked(self, now: float) -> None:
         """Kill trainers that have not yielded in time."""
-        killed = []
         for trainer in list(self._trainers.values()):
             since = None if trainer.lease is None else trainer.lease.revoked_at
             limit = self._settings.yield_timeout_s * self._backoff(trainer)
             if since is not None and now - since >= limit:
-                killed.append(self._kill(trainer, now))
-        return killed
+                self._kill(trainer, now)
 
-    def _kill(self, trainer: TrainerState, now: float) -> str:
+    def _kill(self, trainer: TrainerState, now: float) -> None:
         self._kills[trainer.name] = self._kills.get(trainer.name, 0) + 1
         self._remove(trainer.name, LeaseEnd.KILLED, now)
-        return trainer.name
+        self._to_kill.add(trainer.name)
 
     def _backoff(self, trainer: TrainerState) -> float:
         kills = self._kills.get(trainer.name, 0)

@@ -174,7 +174,7 @@ class TrainerScheduler:
         Args:
             booked: trainer to what Ray books for it.
             preempted: trainers that were ended and not started again.
-            died: trainers whose processes have ended by themselves since the last call.
+            died: trainers whose processes have ended, or were killed, since the last call.
         """
         with self._lock:
             now = self._clock()

@@ -109,6 +109,7 @@ class World(RuleBasedStateMachine):
                 waited = self.now - self.revoked[order.trainer]
                 assert waited >= LEASES.yield_timeout_s
             process.there = order.action is Action.KILL
+            self.policy.trainer_died(order.trainer, self.now)
         process.life, process.hangs, process.works = process.life + 1, False, False
 
     def alive(self, name: str) -> Process | None:

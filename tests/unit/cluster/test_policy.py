@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from paceline.actors.training.permits import (
@@ -120,6 +122,7 @@ def test_a_trainer_that_does_not_yield_is_killed_and_has_longer_the_next_time() 
         assert policy.tick(now + patience - 0.1) == []
         assert policy.tick(now + patience) == kill("t")
         assert (policy.leases(), policy.assignments()) == ([], {})
+        policy.trainer_died("t", now + patience)
         now += 100.0
         policy.report_load("r", 0, 0, now - 1.0)
     at_work(policy, now=now)
@@ -129,6 +132,27 @@ def test_a_trainer_that_does_not_yield_is_killed_and_has_longer_the_next_time() 
     assert policy.acquire_permit("t", "life", now + 3.0) is GRANTED
     policy.report_load("r", 1, 0, now + 4.0)
     assert policy.tick(now + 6.0) == kill("t")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda policy: policy.trainer_died("t", 5.0),
+        lambda policy: request(policy, "t", {}, 5.0),
+        lambda policy: request(policy, "t", {}, 5.0, incarnation="next"),
+    ],
+)
+def test_a_kill_is_repeated_until_the_process_ends_or_its_round_does(
+    end: Callable[[SchedulerPolicy], object],
+) -> None:
+    policy = make()
+    at_work(policy)
+    policy.report_load("r", 1, 0, 1.0)
+    assert policy.tick(3.0) == kill("t")
+    assert policy.acquire_permit("t", "life", 3.5) is Permit.UNASSIGNED
+    assert policy.tick(4.0) == kill("t")
+    end(policy)
+    assert policy.tick(6.0) == []
 
 
 def test_an_unknown_trainer_is_unassigned() -> None:
@@ -176,6 +200,7 @@ def test_a_silent_trainer_loses_its_topic_and_one_that_works_its_lease() -> None
     assert policy.tick(10.0) == []
     assert policy.tick(10.1) == kill("a")  # it has a topic, and hangs where it needs no lease
     assert policy.assignments() == {}
+    policy.trainer_died("a", 10.2)
     at_work(policy, now=20.0)
     assert policy.tick(30.1) == []
     assert revoked(policy) == {"t": 30.1}

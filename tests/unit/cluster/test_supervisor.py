@@ -99,6 +99,8 @@ def test_instructions_are_carried_out(killed: list[tuple[Any, bool]]) -> None:
     scheduler.orders = [Instruction(Action.KILL, "a")]
     supervisor._tick()
     assert killed == [(a, False)]
+    supervisor._tick()
+    assert scheduler.calls[-1] == ({"a": OWN, "b": OWN}, [], ["a"])
     scheduler.orders = [Instruction(Action.PREEMPT, "a")]
     supervisor._tick()
     assert killed == [(a, False), (a, True)]
@@ -168,6 +170,34 @@ def test_a_kill_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(2 * module._HANG_POLLS + 1):
         assert actors.poll() == []
     assert len(tried) == 2
+
+
+@pytest.mark.usefixtures("killed")
+def test_the_scheduler_is_told_what_was_carried_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Scheduler()
+    supervisor = make(scheduler, [])
+    supervisor._tick()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("away")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(module.ray, "kill", fail)
+        scheduler.orders = [Instruction(Action.KILL, "a"), Instruction(Action.PREEMPT, "b")]
+        supervisor._tick()
+    supervisor._tick()
+    assert scheduler.calls[-1][1:] == ([], [])
+    assert list(supervisor.handles()) == ["a", "b"]
+    scheduler.orders = [Instruction(Action.KILL, "a"), Instruction(Action.PREEMPT, "b")]
+    supervisor._tick()
+    with monkeypatch.context() as broken:
+        broken.setattr(module.ray, "get", fail)
+        with pytest.raises(RuntimeError, match="away"):
+            supervisor._tick()
+    supervisor._tick()
+    assert scheduler.calls[-1][1:] == (["b"], ["a"])
+    supervisor._tick()
+    assert scheduler.calls[-1][1:] == (["b"], [])
 
 
 @pytest.mark.usefixtures("killed")
