@@ -148,7 +148,11 @@ class PreemptionTracker:
         ]
         if any(overlaps(a, d.amounts) for a in self._booked.values() for d in demands):
             self._last_demand = now
-        self.selected = select_preemptions(demands, self._expected_free(now), slots)
+        free = self._expected_free(now)
+        if free is not None and any(node is None for _, node in self._ended.values()):
+            # Which node has the ended one's resources will be in Ray's next figures.
+            slots = [slot for slot in slots if slot.node is not None]
+        self.selected = select_preemptions(demands, free, slots)
         fragmenting = [] if self.selected else self._fragmenting(demands, slots)
         self._fragmented_since = min(self._fragmented_since, now) if fragmenting else math.inf
         if now - self._fragmented_since >= self._settings.settle_s:

@@ -81,6 +81,22 @@ def test_an_ended_trainer_counts_as_gone_before_ray_shows_it() -> None:
     assert report(tracker, 1, 0.0, 13.1) == {"b"}  # it had not helped
 
 
+def test_one_trainer_on_an_unknown_node_is_ended_at_a_time() -> None:
+    tracker = PreemptionTracker(SchedulerSettings(settle_s=3.0))
+    tracker.sync({name: {"GPU": 0.5} for name in ("a", "b", "c")}, ())
+
+    def select(free: float, now: float) -> set[str]:
+        tracker.report([ReplicaDemand({"GPU": 0.5})], {"n": {"GPU": free}}, now)
+        return tracker.select({"c": "n"} if now == 12.0 else {}, now).copy()
+
+    assert select(0.0, 10.0) == {"a"}
+    tracker.ended("a", None, 10.0)
+    assert select(0.0, 11.0) == set()
+    assert select(0.0, 12.0) == {"c"}  # its node is known by now
+    assert select(0.5, 13.0) == set()
+    assert select(0.0, 13.1) == {"b"}  # room on another node did not help
+
+
 def test_trainers_are_preempted_one_by_one_if_no_device_has_the_room_of_its_node() -> None:
     """Of two devices with 0.45 and 0.25 free, say: with 0.45 and 0.5 when a has ended."""
     tracker = PreemptionTracker(SchedulerSettings(settle_s=3.0))
