@@ -48,16 +48,17 @@ class DriftStatus:
 
 @dataclass(slots=True)
 class Drift:
-    """Drift detector of one topic, from counters that may restart."""
+    """Drift detector of one topic, from counters that may restart.
+
+    What they count before the first reading is not recent traffic.
+    """
 
     settings: DriftSettings
     drifting: bool = False
     _fast: float = math.nan
     _slow: float = math.nan
     _seen: int = 0
-    _requests: int = 0
-    _rounds: int = 0
-    _accepted: int = 0
+    _counters: tuple[int, int, int] | None = None
 
     def update(self, requests: int, rounds: int, accepted: int) -> bool:
         """Take the present counters; True if drift begins with them.
@@ -67,13 +68,16 @@ class Drift:
             rounds: of these requests, with a drafted first position.
             accepted: of these rounds, with an accepted one.
         """
-        if requests < self._requests or rounds < self._rounds or accepted < self._accepted:
-            self._requests = self._rounds = self._accepted = 0  # the counters restarted
-        new = (requests - self._requests, rounds - self._rounds, accepted - self._accepted)
-        self._requests, self._rounds, self._accepted = requests, rounds, accepted
-        if new[0] < 1 or new[1] < 1:
+        now = (requests, rounds, accepted)
+        before, self._counters = self._counters, now
+        if before is None:
             return False
-        self._take(new[0], new[2] / new[1])
+        if any(count < earlier for count, earlier in zip(now, before, strict=True)):
+            before = (0, 0, 0)  # the counters restarted
+        new_requests, new_rounds = requests - before[0], rounds - before[1]
+        if new_requests < 1 or new_rounds < 1:
+            return False
+        self._take(new_requests, (accepted - before[2]) / new_rounds)
         return self._decide()
 
     def _take(self, requests: int, rate: float) -> None:

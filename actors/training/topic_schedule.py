@@ -142,8 +142,8 @@ class TopicPriority:
 
 
 def gain(view: TopicView, total_traffic: float, settings: ScheduleSettings) -> float:
-    """Traffic share x headroom, more while the topic drifts."""
-    share = view.traffic / total_traffic if total_traffic > 0 else 0.0
+    """Traffic share x headroom, more while the topic drifts; without traffic topics are equal."""
+    share = view.traffic / total_traffic if total_traffic > 0 else settings.general_share
     if view.name == GENERAL:
         share = max(share, settings.general_share)
     headroom = 1.0 - (view.acceptance if view.acceptance is not None else 0.0)
@@ -182,6 +182,8 @@ def select_topic(wanted: Iterable[TopicPriority]) -> str | None:
 class TrafficMeter:
     """Requests per topic with exponential decay, from counters that may restart.
 
+    What a counter shows at its first reading is not recent traffic.
+
     Attributes:
         half_life_s: of a request's weight, seconds.
     """
@@ -198,7 +200,7 @@ class TrafficMeter:
         for topic in self._levels:
             self._levels[topic] *= decay
         for topic, total in totals.items():
-            before = self._totals.get(topic, 0)
+            before = self._totals.get(topic, total)
             # a restarted shard counts from 0
             fresh = total - before if total >= before else total
             self._totals[topic] = total

@@ -83,7 +83,17 @@ def test_counters_that_start_over_are_no_drift() -> None:
     fed(drift, counters, 0.6, 500)
     again = Counters(1)
     assert fed(drift, again, 0.6, 500) == []
-    assert drift.status().requests == 1_000
+    assert drift.status().requests == 999  # all but the first reading
+
+
+def test_a_fall_before_the_first_reading_is_no_drift() -> None:
+    counters = Counters()
+    for rate in [0.7] * 5_000 + [0.5] * 3_000:
+        before = counters.serve(rate)
+    drift = Drift(DriftSettings())
+    assert not drift.update(*before)
+    assert drift.status().fast is None
+    assert fed(drift, counters, 0.5, 100) == []
 
 
 def test_how_often_one_looks_changes_little() -> None:

@@ -155,7 +155,7 @@ def test_a_publication_that_was_not_confirmed_is_found_again(draft: Path, tmp_pa
     client = filled(tmp_path)
     # by the next tick the rest after the failure is over
     schedule = ScheduleSettings(min_train=4, min_held_out=3, rest_s=0.001)
-    loop = make_loop(trainer_settings(draft, schedule=schedule), client)
+    loop = make_loop(trainer_settings(draft, ("sql",), schedule=schedule), client)
     publish = client.publish
 
     def unconfirmed(topic: str, flat: FlatWeights, decision: dict[str, Any], base: int) -> int:

@@ -174,6 +174,7 @@ def test_general_counts_with_its_own_traffic_and_a_little_without_any() -> None:
     assert first(0.0, 1.0) == "sql"
     assert first(3.0, 1.0) == "general"
     assert first(0.0, 0.0) == "general"
+    assert first(0.0, 0.0, waited_s=-1.0) == "sql"  # equal but for their waits
     assert first(0.0, 1.0, waited_s=3600.0) == "general"
 
 
@@ -198,11 +199,13 @@ def test_a_published_topic_goes_on_and_a_rejected_one_wants_new_records() -> Non
 
 def test_traffic_meter_forgets_and_survives_restarted_counters() -> None:
     meter = TrafficMeter(half_life_s=10.0)
-    meter.update({"math": 40, "sql": 0}, 0.0)
-    meter.update({"math": 40, "sql": 15}, 20.0)
+    meter.update({"math": 900, "sql": 0}, 0.0)
+    assert meter.level("math") == 0.0  # long ago, for all that is known
+    meter.update({"math": 940, "sql": 0}, 0.0)
+    meter.update({"math": 940, "sql": 15}, 20.0)
     assert meter.level("math") == pytest.approx(10.0)
     assert meter.level("sql") == pytest.approx(15.0)
-    meter.update({"math": 40, "sql": 2}, 20.0)  # the shard of sql was killed
+    meter.update({"math": 940, "sql": 2}, 20.0)  # the shard of sql was killed
     assert meter.level("sql") == pytest.approx(17.0)
     assert meter.level("poems") == 0.0
 

@@ -512,7 +512,7 @@ def test_a_lease_revoked_during_a_checkpoint_keeps_the_publication(
     """Each file needs a permit; a trainer that loses its lease there loses no more."""
     client = filled(tmp_path / "weights")
     folder = tmp_path / "optimizer"
-    loop = make_loop(trainer_settings(draft, optimizer_dir=str(folder)), client)
+    loop = make_loop(trainer_settings(draft, ("sql",), optimizer_dir=str(folder)), client)
 
     def permit() -> bool:
         if list(folder.glob("sql/.partial-*")):
