@@ -49,8 +49,10 @@ class IdleDetector:
         """
         before = self._loads.get(replica_id)
         load = self._loads[replica_id] = _Load(running, waiting, now)
-        if self._busy(load) or (before is not None and self._busy(before)):
+        if self._busy(load):
             self._busy_until, self._announced_until = now, -math.inf
+        elif before is not None and self._busy(before):
+            self._busy_until = now  # a request that is announced has not come yet
 
     def announce_request(self, now: float) -> None:
         """Count serving as busy until a busy replica reports, for ``_ROUTING_S`` at most.

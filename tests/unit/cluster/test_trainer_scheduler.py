@@ -77,6 +77,17 @@ def test_an_announced_request_counts_before_its_replica_reports_it() -> None:
     assert idle.may_train(12.11)
 
 
+def test_the_end_of_another_request_leaves_an_announced_one_announced() -> None:
+    idle = IdleDetector(idle_after_s=0.1)
+    idle.report_load("a", 1, 0, 9.0)
+    idle.announce_request(10.0)
+    idle.report_load("a", 0, 0, 10.01)
+    assert not idle.may_train(10.2)
+    idle.report_load("a", 1, 0, 10.21)
+    idle.report_load("a", 0, 0, 10.22)
+    assert idle.idle_from(10.23) == pytest.approx(10.32)
+
+
 def test_idle_time_begins_when_a_replica_that_died_busy_is_taken_for_gone() -> None:
     idle = IdleDetector(idle_after_s=0.1, stale_after_s=5.0)
     idle.report_load("a", 4, 0, 10.0)
