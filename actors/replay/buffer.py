@@ -103,7 +103,7 @@ class ShardStats:
         refused_total: invalid ones that came to the shard.
         refused_values_total: of these, because of impossible numbers.
         left_out_total: requests that left no record, see LeftOut.
-        purges_total: calls that delete records, whether there were any.
+        purges_total: purges of all records, or of an answer's that were here or were sampled.
         retained_from: creation, unix seconds, before which records are past retention.
     """
 
@@ -163,7 +163,9 @@ class ReplayBuffer:
             train = self._tables["train"]
             self._tables["synthetic"].resize(train.capacity - train.bytes)
 
-    def sample(self, n: int, split: Split, now: float, rng: np.random.Generator) -> list[bytes]:
+    def sample(
+        self, n: int, split: Split, now: float, rng: np.random.Generator
+    ) -> list[EncodedRecord]:
         """At most ``n`` different records of a split, drawn by the configured sampler."""
         self.expire(now)
         table, settings = self._tables[split], self._settings

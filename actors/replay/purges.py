@@ -14,21 +14,16 @@ class Purges:
     """The purges of the last hour; what they cover must not be stored any more.
 
     A replica that stops is asked for no purge, and hands over what it holds when it ends.
-
-    Attributes:
-        total: purges since the start.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Start without any; ``clock`` is unix seconds, as in the records."""
         self._clock = clock
         self._purges: dict[tuple[str | None, str | None], float] = {}  # answer and topic: when
-        self.total = 0
 
     def add(self, request_id: str | None, topic: str | None = None) -> None:
         """Remember a purge of an answer (None: all) of a topic (None: all)."""
         now = self._clock()
-        self.total += 1
         late = [key for key, at in self._purges.items() if at < now - _REMEMBERED_S]
         for key in late:
             del self._purges[key]

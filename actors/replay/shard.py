@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from io import FileIO
@@ -22,6 +23,7 @@ from paceline.actors.replay.purges import Purges
 from paceline.actors.replay.record import (
     RecordError,
     RecordValueError,
+    belongs,
     decode,
     is_held_out,
     is_synthetic,
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 FILE_SUFFIX = ".records"
 _HEADER = struct.Struct("<I")
+_REMEMBERED_SAMPLES = 4096  # of several rounds
 
 
 def _open_private(path: str, flags: int) -> int:
@@ -153,6 +156,8 @@ class ReplayShard:
         self._clock = clock
         self._refused = self._refused_values = self._left_out = 0
         self._purges = Purges(clock)
+        self._purges_total = 0
+        self._sampled: deque[str] = deque(maxlen=_REMEMBERED_SAMPLES)  # evicted since, perhaps
         self._lock = threading.RLock()  # expiry runs in a thread of its own
         self._oldest_written = math.inf  # unix seconds, creation of the journal's oldest record
         self._journal: Journal | None = None
@@ -187,7 +192,9 @@ class ReplayShard:
     def sample(self, n: int, split: Split) -> list[bytes]:
         """At most ``n`` different encoded records of a split, drawn by the configured sampler."""
         with self._lock:
-            return self._buffer.sample(n, split, self._clock(), self._rng)
+            records = self._buffer.sample(n, split, self._clock(), self._rng)
+            self._sampled.extend(record.request_id for record in records)
+            return [record.data for record in records]
 
     def update_losses(self, losses: dict[str, float]) -> None:
         """Store a training draft's losses on records, nats, by request_id.
@@ -207,6 +214,8 @@ class ReplayShard:
         with self._lock:
             self._purges.add(request_id)
             removed = self._buffer.delete(request_id)
+            read = any(belongs(name, request_id) for name in self._sampled)
+            self._purges_total += request_id is None or removed > 0 or read
             self._compact()
             return removed
 
@@ -225,7 +234,7 @@ class ReplayShard:
                 refused_total=self._refused,
                 refused_values_total=self._refused_values,
                 left_out_total=self._left_out,
-                purges_total=self._purges.total,
+                purges_total=self._purges_total,
             )
 
     def _insert(self, data: bytes, *, needs_source: bool) -> EncodedRecord | None:

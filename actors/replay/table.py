@@ -183,13 +183,15 @@ class Table:
             self._replace(kept)
         return removed
 
-    def sample(self, n: int, weights: NDArray[np.float64], rng: np.random.Generator) -> list[bytes]:
+    def sample(
+        self, n: int, weights: NDArray[np.float64], rng: np.random.Generator
+    ) -> list[EncodedRecord]:
         """At most ``n`` different records, drawn with these weights; all if there are fewer."""
         count = min(n, len(self._records))
         if count <= 0:
             return []
         chosen = rng.choice(len(self._records), size=count, replace=False, p=weights)
-        return [self._records[int(index)].data for index in chosen]
+        return [self._records[int(index)] for index in chosen]
 
     def _free(self, size: int) -> None:
         """Remove records of the lowest priority, the oldest of equals, until ``size`` bytes fit."""

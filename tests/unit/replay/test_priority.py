@@ -29,7 +29,7 @@ def fill(target: ReplayBuffer, count: int, *, split: str = "train", size: int = 
 
 def drawn(target: ReplayBuffer, draws: int, split: str = "train") -> dict[str, float]:
     rng = np.random.default_rng(1)
-    names = [target.sample(1, split, 0.0, rng)[0].decode().strip() for _ in range(draws)]  # type: ignore[arg-type]
+    names = [target.sample(1, split, 0.0, rng)[0].data.decode().strip() for _ in range(draws)]  # type: ignore[arg-type]
     return {name: names.count(name) / draws for name in set(names)}
 
 

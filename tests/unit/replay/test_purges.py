@@ -69,6 +69,22 @@ def test_a_record_that_comes_after_its_purge_is_not_kept() -> None:
     assert shard.stats().records("train") == 1
 
 
+@pytest.mark.parametrize(
+    ("purged", "ends"), [("a", True), ("c", True), ("b", False), ("other", False)]
+)
+def test_a_round_ends_if_a_record_was_purged_that_it_may_have_read(purged: str, ends: bool) -> None:
+    size = len(encode(make_record(request_id="a-0")))
+    settings = ReplaySettings(held_out_fraction=0.0, capacity_bytes=size)
+    shard = ReplayShard("sql", settings, clock=Clock())
+    read = ReadRecords({"sql": shard.stats()})
+    for name in ("a", "b", "c"):  # each evicts the one before
+        shard.insert(encode(make_record(request_id=f"{name}-0", created=9_999.0)))
+        if name == "a":
+            assert len(shard.sample(1, "train")) == 1
+    shard.delete(purged)
+    assert read.update({"sql": shard.stats()}) == ends
+
+
 def test_copies_of_records_are_usable_until_retention_and_the_next_purge() -> None:
     clock = Clock()
     shard = ReplayShard("sql", ReplaySettings(retention_s=HOUR_S), clock=clock)
@@ -77,7 +93,9 @@ def test_copies_of_records_are_usable_until_retention_and_the_next_purge() -> No
     assert not read.update({"sql": shard.stats(), "code": shard.stats()})
     assert read.usable_from == clock.now - HOUR_S
     assert not read.update({})  # no shard answers
-    assert shard.delete("gone") == 0  # from here, though it may have been read
+    assert shard.delete("elsewhere") == 0
+    assert not read.update({"sql": shard.stats()})
+    assert shard.delete(None) == 0
     assert read.update({"sql": shard.stats()})
     assert not ReadRecords({"sql": shard.stats()}).update({"sql": shard.stats()})
     assert not ReadRecords({}).update({"sql": shard.stats()})
