@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.actors.replay.record import belongs
+from paceline.actors.replay.record import belongs, source_id
 
 _REMEMBERED_S = 3600.0
 _AHEAD_S = 5.0  # that clocks of other hosts may be: rather lose records of just after a purge
@@ -37,9 +37,13 @@ class Purges:
             topic: of the record.
             created: unix seconds.
         """
+        source = source_id(request_id)
+        # `belongs` is false for all others.
+        answers = (None, request_id, source, source.rpartition("-")[0])
         return any(
-            own in (None, topic)
+            (at := self._purges.get((answer, own))) is not None
             and belongs(request_id, answer)
             and (answer is not None or created <= at + _AHEAD_S)
-            for (answer, own), at in self._purges.items()
+            for answer in answers
+            for own in (None, topic)
         )

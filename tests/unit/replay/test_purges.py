@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from replay_samples import make_record
 
+from paceline.actors.replay import purges as module
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.replay.purges import Purges
-from paceline.actors.replay.record import encode, synthetic_id
+from paceline.actors.replay.record import belongs, encode, synthetic_id
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.training.read_records import ReadRecords
 
@@ -28,6 +29,9 @@ class Clock:
         ("a", None, "a", 10_001.0, True),  # it was running
         ("a", None, "a-1", 9_999.0, True),
         ("a", None, synthetic_id("a-1", "m"), 9_999.0, True),
+        ("a-1", None, "a-1", 9_999.0, True),
+        (synthetic_id("a-1", "m"), None, synthetic_id("a-1", "m"), 9_999.0, True),
+        ("a", None, "a-b", 9_999.0, False),
         ("a", None, "b", 9_999.0, False),
         ("a", "code", "a", 9_999.0, False),
         (None, None, "a", 10_000.0, True),
@@ -49,6 +53,22 @@ def test_what_a_purge_covers(
     clock.now += HOUR_S + 1.0
     purges.add("other")
     assert not purges.cover(record, "sql", created)
+
+
+def test_a_record_is_compared_with_few_of_many_purges(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = list[str | None]()
+
+    def compare(record: str, answer: str | None) -> bool:
+        compared.append(answer)
+        return belongs(record, answer)
+
+    monkeypatch.setattr(module, "belongs", compare)
+    purges = Purges(Clock())
+    for number in range(100):
+        purges.add(f"a{number}", "sql")
+    assert purges.cover("a7-0", "sql", 9_999.0)
+    assert not purges.cover("b-0", "sql", 9_999.0)
+    assert compared == ["a7"]
 
 
 def test_a_record_that_comes_after_its_purge_is_not_kept() -> None:
