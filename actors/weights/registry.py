@@ -43,7 +43,8 @@ from paceline.actors.weights.versions import RegistryMetrics, TopicStatus, Versi
 logger = logging.getLogger(__name__)
 
 _NOT_FINITE = "weights that are not finite"
-_SUBSCRIBER_TTL_S = 25.0  # more than two polls
+# More than a poll and the 30 s that `paceline rollback` waits: it must notice one that hangs.
+_SUBSCRIBER_TTL_S = 45.0
 
 
 class _Subscriber(NamedTuple):

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from paceline.actors.weights.registry import _SUBSCRIBER_TTL_S
+from paceline.actors.weights.subscriber import _POLL_S
 from paceline.deploy.cli import operations as operations_command
 from paceline.deploy.cli.main import main
 from paceline.deploy.errors import CallError
@@ -105,6 +107,10 @@ def test_a_rollback_that_a_replica_does_not_take_is_no_success(
     server = Server(rollback={"topic": "sql", "weight_version": 5}, status=live("one"))
     assert run(server, monkeypatch, "rollback", "sql") == 1
     assert "within 0 s: one; its log says why" in "".join(capsys.readouterr())
+
+
+def test_a_replica_that_stopped_polling_lags_for_as_long_as_a_rollback_waits() -> None:
+    assert operations_command._ROLLOUT_S + _POLL_S < _SUBSCRIBER_TTL_S
 
 
 @pytest.mark.parametrize(("subscribers", "code"), [(0, 1), (1, 1), (2, 0)])
