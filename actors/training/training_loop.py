@@ -390,10 +390,10 @@ class TrainingLoop:
             return
         candidate.add_basis(state, self._steps.usable(train), self._steps.wait_for_permit)
         self._steps.wait_for_permit()
-        if not self._may_publish(candidate):  # evaluation takes long when permits are rare
-            return
         flat = flatten(state)
         self._client.release_permit()  # the registry writes a file, and may be slow
+        if not self._may_publish(candidate):  # evaluation takes long when permits are rare
+            return
         try:
             version = self._client.publish(candidate.topic, flat, facts, candidate.version)
         except CandidateRefusedError as why:  # is about the topic, not these weights: they train on

@@ -14,7 +14,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from local_client import LocalClient, Ticks, filled, make_loop, trainer_settings
+from local_client import LocalClient, Ticks, fill, filled, make_loop, trainer_settings
 from replay_samples import with_branches
 from tiny_models import tiny_llama
 from training_records import TINY_VOCAB, learn, training_record
@@ -33,7 +33,8 @@ from paceline.actors.training.training_loop import TrainingLoop
 from paceline.actors.training.worker_group import WorkerGroupError
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
-from paceline.actors.weights.flat_weights import flatten, unflatten
+from paceline.actors.weights.flat_weights import FlatWeights, flatten, unflatten
+from paceline.actors.weights.versions import TopicStatus
 
 NUMBERS = itertools.count()
 pytestmark = pytest.mark.usefixtures("deepspeed")
@@ -504,6 +505,43 @@ def test_an_unfinished_round_hands_on_the_last_trainers_counts(draft: Path, tmp_
 
 def revoke() -> bool:
     raise LeaseRevoked
+
+
+class Leased(LocalClient):
+    """Notes whether shards and registry are called while a permit is held."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.held, self.called = False, list[tuple[str, bool]]()
+
+    def acquire_permit(self) -> bool:
+        self.held = True
+        return True
+
+    def release_permit(self) -> None:
+        self.held = False
+
+    def sample(self, topic: str, count: int, split: str) -> list[ReplayRecord]:
+        self.called.append(("sample", self.held))
+        return super().sample(topic, count, split)
+
+    def topic_status(self) -> dict[str, TopicStatus] | None:
+        self.called.append(("topic_status", self.held))
+        return super().topic_status()
+
+    def publish(
+        self, topic: str, flat: FlatWeights, decision: dict[str, object], base: int | None = None
+    ) -> int:
+        self.called.append(("publish", self.held))
+        return super().publish(topic, flat, decision, base)
+
+
+def test_no_other_actor_is_called_with_a_permit(draft: Path, tmp_path: Path) -> None:
+    """One that answers late would keep a request waiting."""
+    client = Leased(tmp_path)
+    fill(client, ("sql",), 80)
+    assert make_loop(trainer_settings(draft), client).run_round()
+    assert set(client.called) == {("sample", False), ("topic_status", False), ("publish", False)}
 
 
 def test_a_lease_revoked_during_a_checkpoint_keeps_the_publication(
