@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import os
@@ -13,11 +12,11 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
+from paceline.deploy.api.fair_executor import FairExecutor
 from paceline.deploy.api.request_schemas import ChatCompletionRequest, GenerationOptions
 from paceline.deploy.api.tool_formats import lenient
 from paceline.deploy.api.tools import RequestTools
@@ -108,16 +107,14 @@ class Grammars:
         self._worker: subprocess.Popen[str] | None = None
         self._results: OrderedDict[str, dict[str, str]] = OrderedDict()
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "paceline-grammars")  # the event loop must not wait
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client
+        self._thread = FairExecutor(1, "paceline-grammars")  # the event loop must not wait
 
     async def compile(self, source: GrammarSource, client: str = "") -> str:
         """Return the engine's grammar.
 
         Args:
             source: of the request.
-            client: see `client_key`; one client's sources are tried out one by one, so that
-                another waits for one of them at most, however many there are.
+            client: see `client_key`.
 
         Raises:
             ApiError: 400 with the reason if it is invalid or too complex; 500 if the process is
@@ -125,17 +122,14 @@ class Grammars:
         """
         result = self._known(source.line)
         if result is None:
-            loop = asyncio.get_running_loop()
-            async with self._turns.setdefault(client, asyncio.Lock()):
-                result = await loop.run_in_executor(self._thread, self._compile, source.line)
+            result = await self._thread.run(client, partial(self._compile, source.line))
         if "error" in result:
             raise invalid_value(source.param, result["error"].rstrip("."))
         return result["grammar"]
 
     def close(self) -> None:
         """End the process."""
-        self._thread.submit(self._stop).result()
-        self._thread.shutdown()
+        self._thread.close(self._stop)
 
     def _known(self, line: str) -> dict[str, str] | None:
         with self._lock:

@@ -34,6 +34,7 @@ from paceline.deploy.api.actor_calls import call_or_none, call_with_timeout
 from paceline.deploy.api.admission import ConcurrencyLimiter, DrainState
 from paceline.deploy.api.auth import ApiKey, ApiKeyMiddleware
 from paceline.deploy.api.failover import Failover, FailoverPolicy
+from paceline.deploy.api.fair_executor import FairExecutor
 from paceline.deploy.api.generation import complete_all, stream_all, streaming_handle
 from paceline.deploy.api.grammars import Grammars
 from paceline.deploy.api.openapi import openapi_document
@@ -86,6 +87,7 @@ from paceline.deploy.monitoring.vllm import CONTENT_TYPE, exposition
 logger = logging.getLogger(__name__)
 
 _ASCII = "".join(map(chr, range(128)))
+_BODY_THREADS = 2  # for large bodies: one client takes one, so that the other is for the others
 _LISTENS = "/-/healthz"  # as Serve's own proxy has it
 _HEALTH_ATTEMPTS = 3
 _HEALTH_TIMEOUT_S = 3.0  # per attempt
@@ -193,10 +195,17 @@ class Ingress:
         self._default_sampling_params = (
             default_sampling_params(settings.model_path) if settings.generation_config else {}
         )
+        executor = FairExecutor(_BODY_THREADS, "paceline-bodies")
         self._parser = RequestParser(
-            settings.model_name, self._encoder, self._context_length, self._default_sampling_params
+            settings.model_name,
+            self._encoder,
+            self._context_length,
+            self._default_sampling_params,
+            executor,
         )
-        self._tokenization = Tokenization(self._encoder, settings.model_name, self._context_length)
+        self._tokenization = Tokenization(
+            self._encoder, settings.model_name, self._context_length, executor
+        )
         self._created = int(time.time())
         self._token_names = TokenNames(tokenizer)
         self._limiter = ConcurrencyLimiter(settings.max_in_flight, settings.max_seqs_per_client)

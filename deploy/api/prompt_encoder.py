@@ -18,13 +18,16 @@ from paceline.actors.engine import compatibility
 from paceline.actors.engine.detokenizer import IncrementalDetokenizer
 from paceline.actors.engine.turn_marks import TurnMarks, turn_marks
 from paceline.deploy.api.request_schemas import (
+    CONTEXT_LENGTH_EXCEEDED,
     ChatMessage,
     ChatTemplateOptions,
     CompletionRequest,
     GenerationOptions,
     Tool,
     ToolCall,
+    prompt_too_long,
 )
+from paceline.deploy.api.token_length import token_length
 from paceline.deploy.api.tools import shown_tools, template_tools
 from paceline.deploy.errors import ApiError, invalid_value
 
@@ -99,6 +102,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._token_length = token_length(tokenizer.backend_tokenizer)
         self.template_tools = template_tools(tokenizer)
         render = inspect.signature(tokenizer.apply_chat_template).parameters.values()
         self._reserved = {p.name for p in render if p.kind is not p.VAR_KEYWORD} | {"messages"}
@@ -117,15 +121,36 @@ class PromptEncoder:
         special = add_special_tokens is not False
         return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
 
-    def encode_prompts(self, request: CompletionRequest) -> list[list[int]]:
-        """Token ids of every prompt.
+    def _check_chars(self, text: str, context_length: int | None, param: str) -> None:
+        """Refuse a text that is too long however it is encoded, which would take long to find out.
 
         Raises:
-            ApiError: 400 naming ``prompt`` for an empty one or an id beyond the vocabulary.
+            ApiError: 400 ``context_length_exceeded`` naming ``param``.
+        """
+        if context_length is None or self._token_length is None:
+            return
+        fewest = self._token_length.fewest_tokens(text)
+        if fewest >= context_length:
+            reason = prompt_too_long(context_length, f"at least {fewest}")
+            raise ApiError(400, reason, param=param, code=CONTEXT_LENGTH_EXCEEDED)
+
+    def encode_prompts(
+        self, request: CompletionRequest, context_length: int | None = None
+    ) -> list[list[int]]:
+        """Token ids of every prompt.
+
+        Args:
+            request: has the prompts.
+            context_length: a text that cannot fit is refused; None encodes any.
+
+        Raises:
+            ApiError: 400 naming ``prompt`` for an empty one, an id beyond the vocabulary or a text
+                that cannot fit.
         """
         encoded = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
+                self._check_chars(prompt, context_length, "prompt")
                 token_ids = self.encode_text(prompt, request.add_special_tokens)
             else:
                 token_ids = prompt
@@ -141,12 +166,21 @@ class PromptEncoder:
         request: ChatTemplateOptions,
         param: str = "messages",
         tools: Sequence[Tool] = (),
+        context_length: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation, up to the start of the assistant's turn or of its rest.
 
+        Args:
+            messages: the conversation.
+            request: options of the chat template.
+            param: the request's field of the messages.
+            tools: that the template shows.
+            context_length: a conversation that cannot fit is refused; None encodes any.
+
         Raises:
             ApiError: 400 naming ``param`` if the template refuses them or is missing, or
-                gives an id beyond the vocabulary; 400 naming ``chat_template_kwargs``.
+                gives an id beyond the vocabulary or a text that cannot fit; 400 naming
+                ``chat_template_kwargs``.
         """
         options = request.chat_template_kwargs or {}
         if reserved := sorted(self._reserved & options.keys()):
@@ -169,6 +203,7 @@ class PromptEncoder:
             reason = " ".join(str(error).split())
             text = f"The target's chat template refuses these messages: {reason}"
             raise ApiError(400, text, param=param, code="invalid_value") from error
+        self._check_chars(text, context_length, param)
         # A template writes the special tokens itself.
         token_ids = self.encode_text(text, bool(request.add_special_tokens))
         check_token_ids(token_ids, self._vocab_size, param)

@@ -7,7 +7,6 @@ invalid one OpenAI's shape.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from starlette.requests import ClientDisconnect
 from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
 from paceline.actors.router.policy import Route
 from paceline.deploy.api.auth import ApiKey, check_json, request_key
+from paceline.deploy.api.fair_executor import FairExecutor
 from paceline.deploy.api.grammars import GrammarSource, grammar_source
 from paceline.deploy.api.prompt_encoder import EchoedPrompt, PromptEncoder, last_user_message
 from paceline.deploy.api.request_schemas import (
@@ -90,13 +90,14 @@ class ParsedRequest:
 
 
 class RequestParser:
-    """Parses and validates requests; a large one on a worker thread.
+    """Parses and validates requests.
 
     Args:
         model_name: the served model's name.
         encoder: turns prompts into token ids.
         context_length: most tokens that prompt and answer may have together.
         defaults: of sampling parameters, see `default_sampling_params`; others are OpenAI's.
+        executor: for large bodies.
     """
 
     def __init__(
@@ -105,11 +106,13 @@ class RequestParser:
         encoder: PromptEncoder,
         context_length: int,
         defaults: Mapping[str, float],
+        executor: FairExecutor,
     ) -> None:
         self._model_name = model_name
         self._encoder = encoder
         self._context_length = context_length
         self._defaults = defaults
+        self._executor = executor
 
     async def parse_completion(self, request: Request) -> ParsedRequest:
         """Parse a request to ``/v1/completions``.
@@ -132,14 +135,14 @@ class RequestParser:
     ) -> ParsedRequest:
         body, key = await read_body(request), request_key(request)
         client = client_key(request, key)
-        parsed = await off_loop(lambda: parse(body, client), len(body))
+        parsed = await off_loop(self._executor, client, len(body), lambda: parse(body, client))
         return parsed if key is None else _with_key(parsed, key)
 
     def _completion(self, body: bytes, client: str) -> ParsedRequest:
         context = self._context_length
         options = parse_options(body, CompletionRequest, self._model_name, context)
         options = with_defaults(options, self._defaults)
-        prompts = self._encoder.encode_prompts(options)
+        prompts = self._encoder.encode_prompts(options, context)
         max_tokens, field = requested_max_tokens(options)
         limits = [
             resolve_max_tokens(
@@ -190,10 +193,11 @@ class RequestParser:
         """
         messages, text_format, schema = _CHAT_FIELDS if responses is None else _RESPONSES_FIELDS
         tools = request_tools(options, self._encoder.template_tools)
-        prompt = self._encoder.encode_chat(options.messages, options, messages, tools.tools)
-        limit = resolve_max_tokens(
-            *length, len(prompt), self._context_length, messages, capped=capped
+        context = self._context_length
+        prompt = self._encoder.encode_chat(
+            options.messages, options, messages, tools.tools, context
         )
+        limit = resolve_max_tokens(*length, len(prompt), context, messages, capped=capped)
         check_prompt_entries(options, [prompt])
         return ParsedRequest(
             self._shows_calls(options, tools),
@@ -225,9 +229,11 @@ def _with_key(parsed: ParsedRequest, key: ApiKey) -> ParsedRequest:
     return replace(parsed, options=options, responses=responses, key=key)
 
 
-async def off_loop(work: Callable[[], ResultT], size: int) -> ResultT:
-    """Run work on a body of ``size`` bytes, on a worker thread if it is large."""
-    return await asyncio.to_thread(work) if size > _LARGE_BODY_BYTES else work()
+async def off_loop(
+    executor: FairExecutor, client: str, size: int, work: Callable[[], ResultT]
+) -> ResultT:
+    """Run work on a client's body of ``size`` bytes, on a thread of the executor if it is large."""
+    return await executor.run(client, work) if size > _LARGE_BODY_BYTES else work()
 
 
 async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:

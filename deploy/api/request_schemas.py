@@ -274,7 +274,7 @@ def _is_bias(item: tuple[Any, Any]) -> bool:
     return known and str(int(token)) == token and number and abs(value) <= 100
 
 
-def prompt_too_long(context_length: int, prompt_tokens: int) -> str:
+def prompt_too_long(context_length: int, prompt_tokens: int | str) -> str:
     """The message for a prompt that leaves no room for an answer."""
     return (
         f"This model's maximum context length is {context_length} tokens, with at least one for "

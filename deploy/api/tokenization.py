@@ -13,8 +13,16 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
+from paceline.deploy.api.auth import request_key
+from paceline.deploy.api.fair_executor import FairExecutor
 from paceline.deploy.api.prompt_encoder import PromptEncoder
-from paceline.deploy.api.request_parser import check_model, off_loop, parse_json, read_body
+from paceline.deploy.api.request_parser import (
+    check_model,
+    client_key,
+    off_loop,
+    parse_json,
+    read_body,
+)
 from paceline.deploy.api.request_schemas import DetokenizeRequest, TokenizeRequest
 from paceline.deploy.api.response_schemas import DetokenizeResponse, TokenizeResponse
 from paceline.deploy.api.tools import check_known
@@ -27,12 +35,20 @@ class Tokenization:
         encoder: has the target's tokenizer.
         model_name: the served model's name.
         context_length: most tokens that prompt and answer may have together.
+        executor: for large bodies.
     """
 
-    def __init__(self, encoder: PromptEncoder, model_name: str, context_length: int) -> None:
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        model_name: str,
+        context_length: int,
+        executor: FairExecutor,
+    ) -> None:
         self._encoder = encoder
         self._model_name = model_name
         self._context_length = context_length
+        self._executor = executor
 
     def add_routes(self, api: FastAPI) -> None:
         """Serve the endpoints."""
@@ -54,7 +70,10 @@ class Tokenization:
 
     async def _answer(self, request: Request, work: Callable[[bytes], BaseModel]) -> Response:
         body = await read_body(request)
-        answer = await off_loop(lambda: work(body).model_dump_json(), len(body))
+        client = client_key(request, request_key(request))
+        answer = await off_loop(
+            self._executor, client, len(body), lambda: work(body).model_dump_json()
+        )
         return Response(answer, media_type="application/json")
 
     def _check_model(self, requested: str | None) -> None:

@@ -25,6 +25,7 @@ from tiny_models import save_tiny, tiny_tokenizer
 from paceline.actors.engine.target import TargetReplica
 from paceline.deploy.api import ingress, request_parser, response_builder
 from paceline.deploy.api.actor_calls import BackgroundPoller
+from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.streaming import deadline_scope, with_deadline
 
 LONG = {"model": "m", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
@@ -118,11 +119,11 @@ def test_a_text_with_a_token_that_the_model_lacks_is_refused(
 def test_a_long_body_is_read_on_another_thread(
     target: TargetReplica, target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: list[bool] = []
+    threads: list[str] = []
     parse = request_parser.parse_options
 
     def watched(*arguments: Any) -> Any:
-        threads.append(threading.current_thread() is threading.main_thread())
+        threads.append(threading.current_thread().name)
         return parse(*arguments)
 
     monkeypatch.setattr(request_parser, "parse_options", watched)
@@ -133,7 +134,28 @@ def test_a_long_body_is_read_on_another_thread(
             return [(await http.post("/v1/completions", json=b)).status_code for b in bodies]
 
     assert asyncio.run(ask()) == [200, 400]
-    assert threads == [True, False]
+    assert threads[0] == threading.main_thread().name
+    assert threads[1].startswith("paceline-bodies")
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+    target: TargetReplica, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptEncoder, "encode_text", lambda *_: pytest.fail("it was tokenized"))
+    text = "a" * 20 * CONTEXT_LENGTH
+    asked = {
+        "/v1/completions": ("prompt", [text, "a"]),
+        "/v1/chat/completions": ("messages", [{"role": "user", "content": text}]),
+        "/v1/responses": ("input", text),
+    }
+
+    async def ask() -> list[httpx.Response]:
+        async with ingress_client(target, target_folder) as http:
+            return [await http.post(p, json={"model": "m", f: v}) for p, (f, v) in asked.items()]
+
+    for answer, (field, _) in zip(asyncio.run(ask()), asked.values(), strict=True):
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tool_templates import HERMES
 from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.request_parser import parse_options
 from paceline.deploy.api.request_schemas import ChatCompletionRequest, CompletionRequest
+from paceline.deploy.api.token_length import token_length
 from paceline.deploy.api.token_names import TokenNames
 from paceline.deploy.errors import ApiError
 
@@ -183,3 +184,33 @@ def test_tokens_that_the_tokenizer_adds_have_no_part_in_an_echoed_text() -> None
     added = own.echo("hi", [1, *tokenizer.encode("hi")])
     assert added.text == plain.text == "hi"
     assert added.text_offsets == [0, *plain.text_offsets]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, context = encoder(), 100
+    length = token_length(tiny_tokenizer().backend_tokenizer)
+    assert length is not None
+
+    def completion(*prompts: str) -> CompletionRequest:
+        body = json.dumps({"model": "m", "prompt": prompts}).encode()
+        return parse_options(body, CompletionRequest, "m")
+
+    def chat(text: str) -> ChatCompletionRequest:
+        body = json.dumps({"model": "m", "messages": [USER, {"role": "user", "content": text}]})
+        return parse_options(body.encode(), ChatCompletionRequest, "m")
+
+    fits = own.encode_prompts(completion("<assistant>" * 10, "a"), context)
+    assert fits == own.encode_prompts(completion("<assistant>" * 10, "a"))
+
+    text = "a" * length.chars * context
+    conversation = chat(text)
+    assert len(own.encode_chat(conversation.messages, conversation)) > context  # as /tokenize
+    monkeypatch.setattr(own, "encode_text", lambda *_: pytest.fail("it was encoded"))
+    with pytest.raises(ApiError, match="at least 100") as refused:
+        own.encode_prompts(completion(text, "a"), context)
+    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
+    with pytest.raises(ApiError, match="context length") as refused:
+        own.encode_chat(conversation.messages, conversation, "input", context_length=context)
+    assert (refused.value.param, refused.value.code) == ("input", "context_length_exceeded")
