@@ -197,6 +197,10 @@ class Engine:
             self._waiting.remove(sequence)
         self._finished = [s for s in self._finished if s.request_id != request_id]
 
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find no KV of earlier ones; running ones keep theirs."""
+        self._runner.kv.reset_prefix_cache()
+
     @inference
     def step(self) -> list[StepOutput]:
         """Run one round and return its outputs."""
@@ -221,7 +225,7 @@ class Engine:
         self._drop_records()
         for request_id in list(self._running):
             self._scheduler.free(request_id)
-        self._runner.kv.reset_prefix_cache()
+        self.reset_prefix_cache()
         self._waiting.clear()
         return outputs
 

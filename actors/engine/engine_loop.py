@@ -205,6 +205,10 @@ class EngineLoop:
         self._engine.updates.put(update)
         self._commands.put(None)  # wakes the thread
 
+    def reset_prefix_cache(self) -> None:
+        """Queue the emptying of the prefix cache; requests submitted after it find nothing."""
+        self._commands.put(self._engine.reset_prefix_cache)
+
     def load(self) -> tuple[int, int]:
         """Return the (running, waiting) requests, without background ones."""
         if self._background:  # there are no others then

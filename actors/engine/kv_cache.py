@@ -395,7 +395,7 @@ class KVCache:
             part[at] = 0
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached blocks."""
+        """Forget all cached blocks; those that rows use are free once the rows are."""
         self._prefixes.clear()
         self.allocator.reset_cache()
 

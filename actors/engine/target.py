@@ -384,12 +384,15 @@ class TargetReplica:
     async def purge(self, request_id: str | None, topic: str | None) -> int:
         """Remove an answer (None: all) of a topic (None: all) from records and suffix drafts.
 
+        All answers of all topics leave the prefix cache too, which does not know whose a block is.
         What was handed over before has reached shard and scorer when this returns, so that a call
         to these which follows finds it.
         """
         removed = self._held_records.remove(request_id, topic)
         if self._suffix_store is not None:
             removed += self._suffix_store.remove(request_id, topic)
+        if request_id is None and topic is None:
+            self._loop.reset_prefix_cache()
         await asyncio.to_thread(self._wait_for_arrivals, _PURGE_WAIT_S)
         return removed
 

@@ -380,7 +380,7 @@ class Ingress:
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _purge_replicas(self, request_id: str | None, topic: str | None) -> int:
-        """Remove answers from the records and suffix drafts of all target replicas."""
+        """Remove answers from all target replicas, see TargetReplica.purge."""
         call = self._target.broadcast("purge", request_id, topic)
         replies = await call._fetch_replica_results_async()
         return sum(await asyncio.gather(*(reply.get_async() for reply in replies)))

@@ -107,7 +107,7 @@ ROWS, SIZE, CAPACITY = 3, 16, 48
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["start", "grow", "cache", "free"]),
+            st.sampled_from(["start", "grow", "cache", "free", "reset"]),
             st.integers(0, ROWS - 1),
             st.integers(1, CAPACITY),
             st.integers(0, 1),
@@ -141,6 +141,9 @@ def test_every_row_reads_what_it_wrote(
             tokens[row] = wanted
             assert known % SIZE == 0
             write(row, known, length)
+        elif event == "reset":
+            kv.reset_prefix_cache()
+            assert len(kv._prefixes) == 0
         elif row not in tokens:
             continue
         elif event == "grow" and length > (before := len(tokens[row])):

@@ -27,11 +27,13 @@ from paceline.actors.replay.selection import LeftOut
 NEVER = 3600.0
 
 
-def answered(loop: EngineLoop, wanted: GenerationRequest) -> None:
+def answered(loop: EngineLoop, wanted: GenerationRequest) -> GenerationChunk:
+    """Run a request; returns its last chunk."""
     chunks: queue.Queue[GenerationChunk] = queue.Queue()
     loop.submit(wanted, chunks.put)
-    while chunks.get(timeout=20).finish_reason is None:
+    while (chunk := chunks.get(timeout=20)).finish_reason is None:
         pass
+    return chunk
 
 
 class World:
@@ -155,3 +157,19 @@ def test_records_of_a_conversation_name_its_first_prompt(target_folder: Path) ->
     first, second, other = (record.conversation for record in records)
     assert first == second == prompt_digest(records[0].prompt_token_ids)
     assert other == prompt_digest(records[2].prompt_token_ids)
+
+
+def test_only_a_purge_of_all_empties_the_prefix_cache(target_folder: Path) -> None:
+    settings = TargetSettings(str(target_folder), dtype="float32", num_threads=1, max_num_seqs=4)
+    replica = TargetReplica(settings)
+
+    def cached() -> int:
+        return answered(replica._loop, request("r", range(3, 40))).num_cached_tokens
+
+    assert (cached(), cached()) == (0, 32)
+    for purge in (("r", None), (None, "sql")):
+        asyncio.run(replica.purge(*purge))
+        assert cached() == 32
+    asyncio.run(replica.purge(None, None))
+    assert (cached(), cached()) == (0, 32)
+    replica.__del__()

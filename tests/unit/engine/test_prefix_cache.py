@@ -110,6 +110,22 @@ def test_a_failed_target_caches_nothing() -> None:
     assert run(engine, [request("t", LONG)])["t"][-1].chunk.num_cached_tokens == 0
 
 
+def test_an_emptied_cache_is_of_no_effect_on_what_runs() -> None:
+    engine, plain = make_engine(), make_engine(prefix_cache=False)
+    run(engine, [request("r", LONG)])
+    asked = [request("s", LONG, max_tokens=30, ignore_eos=True), request("t", LONG)]
+    engine.add(asked[0])
+    started = engine.step()
+    engine.reset_prefix_cache()
+    found, expected = run(engine, [asked[1]]), run(plain, asked)
+    assert tokens_of(started + found["s"]) == tokens_of(expected["s"])
+    assert tokens_of(found["t"]) == tokens_of(expected["t"])
+    assert found["s"][-1].chunk.num_cached_tokens == 32
+    assert found["t"][-1].chunk.num_cached_tokens == 0
+    assert run(engine, [request("u", LONG)])["u"][-1].chunk.num_cached_tokens == 32
+    assert engine.kv_blocks == (24, 24)
+
+
 def test_running_requests_share_the_blocks_of_their_prompt() -> None:
     engine = make_engine(prefill_chunk=64)
     engine.add(request("first", LONG, max_tokens=30, ignore_eos=True))
