@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from fastapi import Request
 from starlette.datastructures import Headers
@@ -17,14 +18,46 @@ from paceline.deploy.config.sections import AuthConfig
 from paceline.deploy.errors import ApiError
 
 
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host is a loopback address or ``localhost``."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+    address = _address(host)
+    if address is None:
         return host == "localhost"
     mapped = getattr(address, "ipv4_mapped", None)
     return bool((mapped or address).is_loopback)
+
+
+# Ends of names that are in no public DNS: no site is there.
+_PRIVATE_NAMES = (".localhost", ".internal", ".local")
+_HTTP_PORT = 80
+
+
+def is_rebound(host: str, server: tuple[str, int | None] | None) -> bool:
+    """Whether a request came over loopback by a public name with the server's own port.
+
+    So comes that of another site's page once the site's name resolves to this machine (DNS
+    rebinding). A proxy on this machine that passes its public name on has another port.
+
+    Args:
+        host: the header ``Host``.
+        server: address and port that the request came to.
+    """
+    if server is None or not is_loopback(server[0]):
+        return False
+    try:
+        url = urlsplit(f"//{host}")
+        name, port = (url.hostname or "").rstrip("."), url.port or _HTTP_PORT
+    except ValueError:  # no browser sends it
+        return False
+    is_public = "." in name and _address(name) is None and not name.endswith(_PRIVATE_NAMES)
+    return is_public and port == (server[1] or _HTTP_PORT)
 
 
 _PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
@@ -169,8 +202,7 @@ class ApiKeyMiddleware:
             try:
                 key = check_key(Headers(scope=scope).get("authorization"), self._keys)
             except ApiError as error:
-                response = JSONResponse(error.body(), error.status, error.headers())
-                await response(scope, receive, send)
+                await _refuse(error)(scope, receive, send)
                 return
             scope.setdefault("state", {})[_STATE] = key
         await self._app(scope, receive, send)
@@ -178,3 +210,26 @@ class ApiKeyMiddleware:
     def _is_open(self, path: str) -> bool:
         folders = tuple(open_path for open_path in self._open_paths if open_path[1:].endswith("/"))
         return path in self._open_paths or path.startswith(folders)
+
+
+class ReboundMiddleware:
+    """ASGI middleware that answers what pages of other sites send by DNS rebinding with 403.
+
+    For servers without API keys: pages of other sites have none.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        if is_rebound(host, scope.get("server")):
+            text = f"Without API keys this server is not called {host}: use 127.0.0.1, or set keys."
+            await _refuse(forbidden(text))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _refuse(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, error.headers())

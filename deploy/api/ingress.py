@@ -32,7 +32,7 @@ from paceline.actors.router.policy import MinConfidence, Route
 from paceline.cluster.learning_actors import LearningActors
 from paceline.deploy.api.actor_calls import call_or_none, call_with_timeout
 from paceline.deploy.api.admission import ConcurrencyLimiter, DrainState
-from paceline.deploy.api.auth import ApiKey, ApiKeyMiddleware
+from paceline.deploy.api.auth import ApiKey, ApiKeyMiddleware, ReboundMiddleware
 from paceline.deploy.api.failover import Failover, FailoverPolicy
 from paceline.deploy.api.fair_executor import FairExecutor
 from paceline.deploy.api.generation import complete_all, stream_all, streaming_handle
@@ -258,6 +258,8 @@ class Ingress:
             if self._settings.metrics == "open":
                 open_paths.append("/metrics")
             api.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=open_paths)
+        else:
+            api.add_middleware(ReboundMiddleware)
         if origins := self._settings.cors_origins:  # outside of the keys: preflights have none
             api.add_middleware(
                 CORSMiddleware,

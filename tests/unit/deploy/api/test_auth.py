@@ -278,3 +278,18 @@ def test_the_banner_says_that_keys_are_asked_for_and_not_which(
     assert "secret-of-ours" not in text + config.model_dump_json()
     without = load_config(None, {"ui.enabled": False})
     assert ":8000/ui/" not in _banner(without, Running())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("keys", "statuses"), [((), [403, 403, 200]), (API_KEYS, [200, 200, 200])])
+def test_pages_of_other_sites_reach_no_server_without_keys(
+    folder: Path, keys: tuple[Any, ...], statuses: list[int]
+) -> None:
+    async def send() -> list[httpx.Response]:
+        async with ingress_client(IdleTarget(), folder, ui=True, api_keys=keys) as http:
+            asked = [("evil.example", "/health"), ("evil.example", "/ui/"), ("localhost", "/ui/")]
+            return [await http.get(path, headers={"Host": host}) for host, path in asked]
+
+    answers = asyncio.run(send())
+    assert [answer.status_code for answer in answers] == statuses
+    if not keys:
+        assert answers[0].json()["error"]["code"] == "forbidden"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fastapi import Request
 
-from paceline.deploy.api.auth import authorize
+from paceline.deploy.api.auth import authorize, is_rebound
 from paceline.deploy.errors import ApiError
 
 JSON = {"host": "127.0.0.1:8000", "content-type": "application/json"}
@@ -57,3 +57,31 @@ def test_what_a_web_page_could_send_is_refused_with_a_key_too(
     with pytest.raises(ApiError) as refused:
         authorize(call(**headers), "This", keyed=True)
     assert refused.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("host", "server", "rebound"),
+    [
+        ("evil.example:8000", ("127.0.0.1", 8000), True),
+        ("EVIL.example.:8000", ("::1", 8000), True),
+        ("127.0.0.1.evil.example:8000", ("127.0.0.1", 8000), True),
+        ("evil.example", ("127.0.0.1", 80), True),
+        ("localhost:8000", ("127.0.0.1", 8000), False),
+        ("app.localhost:8000", ("127.0.0.1", 8000), False),
+        ("127.0.0.1:8000", ("127.0.0.1", 8000), False),
+        ("[::1]:8000", ("::1", 8000), False),
+        ("host.docker.internal:8000", ("127.0.0.1", 8000), False),
+        ("workstation:8000", ("127.0.0.1", 8000), False),
+        ("llm.example.org", ("127.0.0.1", 8000), False),  # a proxy's
+        ("llm.example.org:8443", ("127.0.0.1", 8000), False),
+        ("llm.example.org:8000", ("10.0.0.5", 8000), False),
+        ("llm.example.org:8000", None, False),
+        ("", ("127.0.0.1", 8000), False),
+        ("evil.example:port", ("127.0.0.1", 8000), False),
+        ("[", ("127.0.0.1", 8000), False),
+    ],
+)
+def test_another_site_s_name_for_this_machine_is_found_out(
+    host: str, server: tuple[str, int] | None, rebound: bool
+) -> None:
+    assert is_rebound(host, server) == rebound

@@ -208,7 +208,7 @@ def test_a_query_of_any_bytes_is_no_fault_of_the_server(
     """Clients of httpx escape them."""
     scope = {
         "type": "http", "method": method, "path": path, "query_string": b"a=\xff\xfe",
-        "headers": [(b"host", b"x.example")], "server": ("127.0.0.1", 80), "scheme": "http",
+        "headers": [(b"host", b"x.example")], "server": ("127.0.0.1", 8000), "scheme": "http",
         "client": ("127.0.0.1", 1), "root_path": "",
     }  # fmt: skip
     sent: list[Message] = []
