@@ -280,7 +280,7 @@ class IncrementalDetokenizer:
         if own and _REPLACEMENT not in own and piece.endswith(own):
             self._starts[-1] = len(self._decoded) + len(piece) - len(own)
 
-    def _extend(self, piece: str, may_stop: bool = True) -> None:
+    def _extend(self, piece: str, may_stop: bool) -> None:
         before = len(self._decoded)
         self._decoded += piece
         if self._has_stops:
@@ -307,19 +307,21 @@ class IncrementalDetokenizer:
             return len(self._starts)
         return bisect.bisect_left(self._starts, self._released)
 
-    def release(self, *, last: bool = False) -> str:
+    def release(self, *, last: bool = False, may_stop: bool = True) -> str:
         """Return the text that may be sent and has not been.
 
         Args:
             last: the answer has ended: no text is held back, and bytes that never became a
-                character are decoded as the tokenizer does.
+                character are decoded as the tokenizer does. If their text completes a stop string,
+                :attr:`stopped` is set.
+            may_stop: see :meth:`append`.
         """
         if last and not self.stopped:
             whole = self._prefix.decode(self._tokens)
             if whole.startswith(self._decoded):
-                self._extend(whole[len(self._decoded) :])
+                self._extend(whole[len(self._decoded) :], may_stop)
             else:
-                self._extend(self._pending_text())
+                self._extend(self._pending_text(), may_stop)
         end = len(self._decoded)
         if not (last or self.stopped):
             end -= self._partial_stops.length(self._decoded)

@@ -242,7 +242,10 @@ class Sequence:
     def next_chunk(self) -> GenerationChunk:
         """Take what can be sent and has not been."""
         last = self.finish_reason is not None
-        text = self.detokenizer.release(last=last)
+        may_stop = self.num_output >= self.request.sampling.min_tokens
+        text = self.detokenizer.release(last=last, may_stop=may_stop)
+        if self.detokenizer.stopped and self.finish_reason == FINISH_LENGTH:
+            self.finish_reason = FINISH_STOP  # by the text of an incomplete character at the end
         whole = last and not self.detokenizer.stopped
         end = self.num_output if whole else min(self.detokenizer.num_released(), self.num_output)
         start, self._sent = self._sent, max(end, self._sent)

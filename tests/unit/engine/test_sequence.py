@@ -90,6 +90,30 @@ def test_tokens_behind_the_end_are_not_counted() -> None:
     assert (outcome.rounds, outcome.accepted) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("more", "ends"),
+    [
+        ({}, ("stop", "a", 1)),
+        ({"include_stop": True}, ("stop", "a\ufffd", 0)),
+        ({"max_tokens": 3}, (None, "a", 0)),
+        ({"min_tokens": 2}, ("stop", "a", 1)),
+        ({"min_tokens": 3}, ("length", "a\ufffd", 0)),
+    ],
+)
+def test_a_stop_string_that_an_incomplete_character_completes_ends_the_answer(
+    more: dict[str, Any], ends: tuple[str | None, str, int]
+) -> None:
+    asked = request("r", [5, 6], stop=("\ufffd",), **{"max_tokens": 2} | more)
+    sampling = asked.sampling
+    text = IncrementalDetokenizer(
+        TOKENIZER, sampling.stop, prompt=(5, 6), include_stop=sampling.include_stop
+    )
+    sequence = Sequence(asked, text, sampling.max_tokens, None, weight_version=0, recorder=None)
+    sequence.append_round(0, 0, [*TOKENIZER.encode("a"), TOKENIZER.encode("☕")[0]], EOS)
+    chunk = sequence.next_chunk()
+    assert (chunk.finish_reason, chunk.text, chunk.num_cut_tokens) == ends
+
+
 def test_a_special_tokens_text_stops_as_the_token_does() -> None:
     """Here `</s>`, which the engine's settings and ``ignore_eos`` let pass."""
     prompt = TOKENIZER.encode("SELECT name", add_special_tokens=False)
