@@ -447,9 +447,10 @@ class Ingress:
                 builder.add(answers[0])
                 return builder.body()
 
-            # Log-probabilities take a while: other streams go on meanwhile.
+            # What there is per token takes a while: other streams go on meanwhile.
             has_logprobs = {options.num_logprobs, options.num_prompt_logprobs} != {None}
-            whole = await asyncio.to_thread(body) if has_logprobs else body()
+            is_large = has_logprobs or options.return_token_sources
+            whole = await asyncio.to_thread(body) if is_large else body()
             return Response(whole, media_type="application/json")
 
     def _for_key(self, request: GenerationRequest, key: ApiKey | None) -> GenerationRequest:

@@ -164,11 +164,12 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
         ({}, True),
         ({"logprobs": 1}, False),
         ({"prompt_logprobs": 0}, False),
+        ({"return_token_sources": True}, False),
         ({"logprobs": 0, "echo": True, "stream": True}, False),
         ({"stream": True}, True),
     ],
 )
-def test_log_probabilities_are_written_on_another_thread(
+def test_what_there_is_per_token_is_written_on_another_thread(
     target: TargetReplica,
     target_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
