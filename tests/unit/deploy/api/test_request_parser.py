@@ -1,7 +1,9 @@
 """Requests: what is served, what is refused, and which field is named."""
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -325,6 +327,15 @@ def test_what_clients_send_by_themselves_is_taken() -> None:
          chat_template_kwargs={"enable_thinking": False}, include_reasoning=True,
          messages=[USER, CALLING, {"role": "tool", "content": "x", "tool_call_id": "x"}],
          verbosity="medium")  # fmt: skip
+
+
+def test_what_the_docs_call_ignored_at_all_endpoints_is_taken_there() -> None:
+    lines = (Path(__file__).parents[4] / "docs" / "api.md").read_text("utf-8").splitlines()
+    (row,) = (line for line in lines if line.endswith("| accepted, without effect |"))
+    for name, chat_alone in re.findall(r"`(\w+)`( \(chat\))?", row):
+        endpoints = {CompletionRequest, ChatCompletionRequest, ResponsesRequest}
+        takes = {endpoint for endpoint in endpoints if name in endpoint.model_fields}
+        assert takes == ({ChatCompletionRequest} if chat_alone else endpoints), name
 
 
 def test_an_upper_bound_is_cut_to_what_fits_and_a_chosen_length_is_not() -> None:
