@@ -98,7 +98,7 @@ class GenerationRequest:
         sampling: sampling parameters.
         topic: of the replay table.
         draft: an expert (a topic, ``general``), its initial weights (``sql@0``), or ``off``. For
-            one that a replica lacks, an added topic's say, ``general`` drafts.
+            one that a replica lacks, as of an added topic, ``general`` or ``general@0`` drafts.
         num_speculative_tokens: None takes the engine's value; 0 is plain decoding.
         store: False keeps the request out of replay and of the prefix cache.
         recorded: False keeps it out of replay alone.

@@ -379,7 +379,8 @@ def make_sequence(
     request = with_stop_token_ids(request, special_tokens(tokenizer.backend_tokenizer), vocab_size)
     request = with_all_stop_token_ids(request, settings.eos_token_ids, vocab_size)
     if request.draft != DRAFT_OFF and request.draft not in drafts:
-        request = replace(request, draft=GENERAL)
+        suffix = request.draft.removeprefix(expert_of(request.draft))  # of initial weights
+        request = replace(request, draft=GENERAL + suffix)
     k = request.num_speculative_tokens
     if k is None:
         k = settings.num_speculative_tokens

@@ -235,6 +235,7 @@ def test_every_outcome_of_a_decision_is_counted() -> None:
 
 def test_trainer_samples() -> None:
     live_stats = LiveStats(("sql", "general"), DriftSettings(min_requests=1))
+    live_stats.update({"sql": TopicStatus()})
     live = TopicStatus(requests=40, rounds=400, accepted=200)
     live_stats.update({"sql": live})
     hedge = Hedge(("sql", "general"))
