@@ -164,11 +164,10 @@ def test_a_hung_replica_loses_no_stream_and_later_requests_do_not_wait_for_it(
     assert max(max(reply.pauses_s) for reply in replies) < STALL_S
 
 
-def generated(url: str) -> set[float]:
-    """Tokens that each target replica has generated, at the API's own /metrics."""
+def generated(url: str) -> set[tuple[str, str]]:
+    """Each target replica's labels and the tokens that it has generated, at the API's /metrics."""
     text = httpx.get(f"{url}/metrics", timeout=60).text
-    found = re.findall(r"^vllm:generation_tokens_total{.*} (.+)$", text, re.MULTILINE)
-    return {float(tokens) for tokens in found}
+    return set(re.findall(r"^vllm:generation_tokens_total({.*}) (.+)$", text, re.MULTILINE))
 
 
 def test_a_purge_reaches_the_answers_that_both_replicas_draft_from(running: RunningApp) -> None:
