@@ -127,23 +127,20 @@ class ColocatedProposer:
             stack = self._stack_of[row.request_id] = self._stacks[row.draft]
             groups.setdefault(id(stack), (stack, []))[1].append(index)
         parts, prefilled = [], []
-        self.faulty, self.prefilled = frozenset(), DraftPrefill()
+        self.faulty = frozenset()
         for stack, indices in groups.values():
             batch = [rows[i] for i in indices]
             try:
-                proposal, faulty = (
-                    stack.propose(batch, self._support, self._generator),
-                    stack.faulty,
-                )
+                parts.append((indices, stack.propose(batch, self._support, self._generator)))
                 prefilled.append(stack.prefilled)
+                self.faulty |= stack.faulty
             except Exception:
-                faulty = frozenset(row.draft for row in batch)
-                logger.exception("no drafts of %s", sorted(faulty))
-                proposal = Proposal.empty(len(batch), self._generator.device)
+                failed = frozenset(row.draft for row in batch)
+                logger.exception("no drafts of %s", sorted(failed))
                 for row in batch:
                     stack.release(row.request_id)
-            parts.append((indices, proposal))
-            self.faulty |= faulty
+                parts.append((indices, Proposal.empty(len(batch), self._generator.device)))
+                self.faulty |= failed
         self.prefilled = DraftPrefill(
             sum(own.requests for own in prefilled), sum(own.tokens for own in prefilled)
         )
