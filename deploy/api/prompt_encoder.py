@@ -121,8 +121,13 @@ class PromptEncoder:
         special = add_special_tokens is not False
         return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
 
-    def _check_chars(self, text: str, context_length: int | None, param: str) -> None:
+    def check_chars(self, text: str, context_length: int | None, param: str) -> None:
         """Refuse a text that is too long however it is encoded, which would take long to find out.
+
+        Args:
+            text: to encode.
+            context_length: in tokens; None refuses nothing.
+            param: the request's field of the text.
 
         Raises:
             ApiError: 400 ``context_length_exceeded`` naming ``param``.
@@ -150,7 +155,7 @@ class PromptEncoder:
         encoded = []
         for prompt in request.prompts:
             if isinstance(prompt, str):
-                self._check_chars(prompt, context_length, "prompt")
+                self.check_chars(prompt, context_length, "prompt")
                 token_ids = self.encode_text(prompt, request.add_special_tokens)
             else:
                 token_ids = prompt
@@ -203,7 +208,7 @@ class PromptEncoder:
             reason = " ".join(str(error).split())
             text = f"The target's chat template refuses these messages: {reason}"
             raise ApiError(400, text, param=param, code="invalid_value") from error
-        self._check_chars(text, context_length, param)
+        self.check_chars(text, context_length, param)
         # A template writes the special tokens itself.
         token_ids = self.encode_text(text, bool(request.add_special_tokens))
         check_token_ids(token_ids, self._vocab_size, param)

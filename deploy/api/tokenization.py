@@ -27,6 +27,8 @@ from paceline.deploy.api.request_schemas import DetokenizeRequest, TokenizeReque
 from paceline.deploy.api.response_schemas import DetokenizeResponse, TokenizeResponse
 from paceline.deploy.api.tools import check_known
 
+_COUNTED_BYTES = 2**20  # of a body; tokenizing takes some 300 bytes of memory for each
+
 
 class Tokenization:
     """The tokenizer's endpoints.
@@ -82,12 +84,18 @@ class Tokenization:
     def _tokenize(self, body: bytes) -> TokenizeResponse:
         asked = parse_json(body, TokenizeRequest)
         self._check_model(asked.model)
+        # Clients count texts that are longer than the context too, to cut them.
+        limit = self._context_length if len(body) > _COUNTED_BYTES else None
         if asked.messages is not None:
             if asked.tools:
                 check_known(self._encoder.template_tools)
-            tokens = self._encoder.encode_chat(asked.messages, asked, tools=asked.tools or ())
+            tokens = self._encoder.encode_chat(
+                asked.messages, asked, tools=asked.tools or (), context_length=limit
+            )
         else:
-            tokens = self._encoder.encode_text(asked.prompt or "", asked.add_special_tokens)
+            text = asked.prompt or ""
+            self._encoder.check_chars(text, limit, "prompt")
+            tokens = self._encoder.encode_text(text, asked.add_special_tokens)
         return TokenizeResponse(
             count=len(tokens),
             max_model_len=self._context_length,

@@ -12,6 +12,7 @@ from local_ingress import CONTEXT_LENGTH, ingress_client
 from tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 from paceline.actors.engine.target import TargetReplica
+from paceline.deploy.api.prompt_encoder import PromptEncoder
 
 TOKENIZER = tiny_tokenizer()
 CHAT = [{"role": "user", "content": "hi"}]
@@ -58,6 +59,20 @@ def test_a_conversation_has_the_tokens_that_chat_completions_count(
     assert answer["token_strs"] == TOKENIZER.convert_ids_to_tokens(answer["tokens"])
     assert open_end.json()["tokens"] == answer["tokens"][:-1]
     assert counted.json()["usage"]["prompt_tokens"] == answer["count"]
+
+
+def test_a_large_body_is_not_tokenized_if_its_text_cannot_fit(
+    target: TargetReplica, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PromptEncoder, "encode_text", lambda *_: pytest.fail("it was tokenized"))
+    text = "a" * 2**20
+    conversation = [{"role": "user", "content": text}]
+    asked = ("/tokenize", {"prompt": text}), ("/tokenize", {"messages": conversation})
+    answers = post(target, target_folder, *asked)
+    assert [answer.status_code for answer in answers] == [400, 400]
+    errors = [answer.json()["error"] for answer in answers]
+    assert [error["param"] for error in errors] == ["prompt", "messages"]
+    assert {error["code"] for error in errors} == {"context_length_exceeded"}
 
 
 @pytest.mark.parametrize(
