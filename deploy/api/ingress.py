@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,7 +34,6 @@ from paceline.deploy.api.actor_calls import call_or_none, call_with_timeout
 from paceline.deploy.api.admission import ConcurrencyLimiter, DrainState
 from paceline.deploy.api.auth import ApiKey, ApiKeyMiddleware, ReboundMiddleware
 from paceline.deploy.api.failover import Failover, FailoverPolicy
-from paceline.deploy.api.fair_executor import FairExecutor
 from paceline.deploy.api.generation import complete_all, stream_all, streaming_handle
 from paceline.deploy.api.grammars import Grammars
 from paceline.deploy.api.openapi import openapi_document
@@ -47,6 +46,7 @@ from paceline.deploy.api.operations import (
 from paceline.deploy.api.page import OPEN_PATHS, add_page
 from paceline.deploy.api.prompt_encoder import PromptEncoder, context_length, vocabulary_size
 from paceline.deploy.api.request_parser import (
+    BodyWorkers,
     ParsedRequest,
     RequestParser,
     check_draft,
@@ -87,7 +87,6 @@ from paceline.deploy.monitoring.vllm import CONTENT_TYPE, exposition
 logger = logging.getLogger(__name__)
 
 _ASCII = "".join(map(chr, range(128)))
-_BODY_THREADS = 2  # for large bodies: one client takes one, so that the other is for the others
 _LISTENS = "/-/healthz"  # as Serve's own proxy has it
 _HEALTH_ATTEMPTS = 3
 _HEALTH_TIMEOUT_S = 3.0  # per attempt
@@ -195,20 +194,20 @@ class Ingress:
         self._default_sampling_params = (
             default_sampling_params(settings.model_path) if settings.generation_config else {}
         )
-        executor = FairExecutor(_BODY_THREADS, "paceline-bodies")
+        self._limiter = ConcurrencyLimiter(settings.max_in_flight, settings.max_seqs_per_client)
+        workers = BodyWorkers(self._limiter)
         self._parser = RequestParser(
             settings.model_name,
             self._encoder,
             self._context_length,
             self._default_sampling_params,
-            executor,
+            workers,
         )
         self._tokenization = Tokenization(
-            self._encoder, settings.model_name, self._context_length, executor
+            self._encoder, settings.model_name, self._context_length, workers
         )
         self._created = int(time.time())
         self._token_names = TokenNames(tokenizer)
-        self._limiter = ConcurrencyLimiter(settings.max_in_flight, settings.max_seqs_per_client)
         self._openapi = openapi_document(settings.model_name)
         keyed = bool(settings.api_keys)
         parts = (self._experts, router, target, actors, self._encoder)
@@ -393,22 +392,26 @@ class Ingress:
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's legacy completions: n choices per prompt."""
-        return await self._generate(await self._parser.parse_completion(request))
+        return await self._generate(request, self._parser.parse_completion)
 
     async def chat_completions(self, request: Request) -> Response:
         """OpenAI's chat completions."""
-        return await self._generate(await self._parser.parse_chat(request))
+        return await self._generate(request, self._parser.parse_chat)
 
     async def responses(self, request: Request) -> Response:
         """OpenAI's Responses API, as chat."""
-        return await self._generate(await self._parser.parse_responses(request))
+        return await self._generate(request, self._parser.parse_responses)
 
-    async def _generate(self, parsed: ParsedRequest) -> Response:
-        """Admit a request, route its prompts, run them and build the response."""
-        options = parsed.options
-        deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
+    async def _generate(
+        self, request: Request, parse: Callable[[Request], Awaitable[ParsedRequest]]
+    ) -> Response:
+        """Parse and admit a request, route its prompts, run them and build the response."""
         self._drain_state.ensure_polling()
         self._drain_state.check()
+        parsed = await parse(request)
+        self._drain_state.check()  # it may have begun meanwhile
+        options = parsed.options
+        deadline = asyncio.get_running_loop().time() + self._settings.request_timeout_s
         check_draft(options.speculative.draft, self._experts_for(parsed.key))
         self._encoder.check_options(options)
         count = len(parsed.prompts) * options.num_choices

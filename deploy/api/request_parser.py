@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
 from paceline.actors.router.policy import Route
+from paceline.deploy.api.admission import ConcurrencyLimiter
 from paceline.deploy.api.auth import ApiKey, check_json, request_key
 from paceline.deploy.api.fair_executor import FairExecutor
 from paceline.deploy.api.grammars import GrammarSource, grammar_source
@@ -51,6 +52,7 @@ DRAFT_AUTO = "auto"
 GREEDY_TEMPERATURE = 1e-5
 MIN_TOP_P = 1e-6  # keeps the most probable token alone, and is above zero in float32
 _LARGE_BODY_BYTES = 64 * 2**10
+_BODY_THREADS = 2  # for large bodies: one client takes one, so that the other is for the others
 _MAX_PROBLEMS = 1000  # of a body that are looked through for the first: each takes microseconds
 
 ResultT = TypeVar("ResultT")
@@ -89,6 +91,32 @@ class ParsedRequest:
     tools: ToolSyntax | None = None
 
 
+class BodyWorkers:
+    """Runs work on the bodies of requests, of large ones on threads.
+
+    Args:
+        limiter: counts a large body as a sequence of its client until the work is done.
+    """
+
+    def __init__(self, limiter: ConcurrencyLimiter) -> None:
+        self._limiter = limiter
+        self._executor = FairExecutor(_BODY_THREADS, "paceline-bodies")
+
+    async def run(self, client: str, size: int, work: Callable[[], ResultT]) -> ResultT:
+        """Return the result of work on a client's body of ``size`` bytes.
+
+        Raises:
+            ApiError: a large body is over a limit, see `ConcurrencyLimiter.acquire`.
+        """
+        if size <= _LARGE_BODY_BYTES:
+            return work()
+        release = self._limiter.acquire(1, client)
+        try:
+            return await self._executor.run(client, work)
+        finally:
+            release()
+
+
 class RequestParser:
     """Parses and validates requests.
 
@@ -97,7 +125,7 @@ class RequestParser:
         encoder: turns prompts into token ids.
         context_length: most tokens that prompt and answer may have together.
         defaults: of sampling parameters, see `default_sampling_params`; others are OpenAI's.
-        executor: for large bodies.
+        workers: parse the bodies.
     """
 
     def __init__(
@@ -106,13 +134,13 @@ class RequestParser:
         encoder: PromptEncoder,
         context_length: int,
         defaults: Mapping[str, float],
-        executor: FairExecutor,
+        workers: BodyWorkers,
     ) -> None:
         self._model_name = model_name
         self._encoder = encoder
         self._context_length = context_length
         self._defaults = defaults
-        self._executor = executor
+        self._workers = workers
 
     async def parse_completion(self, request: Request) -> ParsedRequest:
         """Parse a request to ``/v1/completions``.
@@ -135,7 +163,7 @@ class RequestParser:
     ) -> ParsedRequest:
         body, key = await read_body(request), request_key(request)
         client = client_key(request, key)
-        parsed = await off_loop(self._executor, client, len(body), lambda: parse(body, client))
+        parsed = await self._workers.run(client, len(body), lambda: parse(body, client))
         return parsed if key is None else _with_key(parsed, key)
 
     def _completion(self, body: bytes, client: str) -> ParsedRequest:
@@ -227,13 +255,6 @@ def _with_key(parsed: ParsedRequest, key: ApiKey) -> ParsedRequest:
         options = options.model_copy(update=default)
         responses = None if responses is None else responses.model_copy(update=default)
     return replace(parsed, options=options, responses=responses, key=key)
-
-
-async def off_loop(
-    executor: FairExecutor, client: str, size: int, work: Callable[[], ResultT]
-) -> ResultT:
-    """Run work on a client's body of ``size`` bytes, on a thread of the executor if it is large."""
-    return await executor.run(client, work) if size > _LARGE_BODY_BYTES else work()
 
 
 async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:

@@ -14,12 +14,11 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
 from paceline.deploy.api.auth import request_key
-from paceline.deploy.api.fair_executor import FairExecutor
 from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.request_parser import (
+    BodyWorkers,
     check_model,
     client_key,
-    off_loop,
     parse_json,
     read_body,
 )
@@ -37,7 +36,7 @@ class Tokenization:
         encoder: has the target's tokenizer.
         model_name: the served model's name.
         context_length: most tokens that prompt and answer may have together.
-        executor: for large bodies.
+        workers: tokenize the bodies.
     """
 
     def __init__(
@@ -45,12 +44,12 @@ class Tokenization:
         encoder: PromptEncoder,
         model_name: str,
         context_length: int,
-        executor: FairExecutor,
+        workers: BodyWorkers,
     ) -> None:
         self._encoder = encoder
         self._model_name = model_name
         self._context_length = context_length
-        self._executor = executor
+        self._workers = workers
 
     def add_routes(self, api: FastAPI) -> None:
         """Serve the endpoints."""
@@ -73,9 +72,7 @@ class Tokenization:
     async def _answer(self, request: Request, work: Callable[[bytes], BaseModel]) -> Response:
         body = await read_body(request)
         client = client_key(request, request_key(request))
-        answer = await off_loop(
-            self._executor, client, len(body), lambda: work(body).model_dump_json()
-        )
+        answer = await self._workers.run(client, len(body), lambda: work(body).model_dump_json())
         return Response(answer, media_type="application/json")
 
     def _check_model(self, requested: str | None) -> None:

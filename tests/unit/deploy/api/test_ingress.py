@@ -326,7 +326,7 @@ def test_a_request_is_announced_to_the_scheduler_before_the_target_has_it(
 
 
 def test_while_draining_nothing_new_is_let_in_and_what_runs_ends(
-    target: TargetReplica, target_folder: Path
+    target: TargetReplica, target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = SchedulerHandle()
     short = LONG | {"max_tokens": 60, "stream": True}
@@ -341,7 +341,9 @@ def test_while_draining_nothing_new_is_let_in_and_what_runs_ends(
             while (await http.get("/health")).status_code == 200:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.05)
-            refused = await http.post("/v1/completions", json=LONG | {"max_tokens": 1})
+            with monkeypatch.context() as patched:
+                patched.setattr(request_parser, "read_body", lambda *_: pytest.fail("it was read"))
+                refused = await http.post("/v1/completions", json=LONG | {"max_tokens": 1})
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "draining"
             assert int(refused.headers["Retry-After"]) > 0
