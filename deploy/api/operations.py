@@ -33,7 +33,7 @@ from paceline.deploy.api.actor_calls import (
 from paceline.deploy.api.admission import DrainState
 from paceline.deploy.api.auth import authorize, forbidden
 from paceline.deploy.api.request_parser import parse_json, read_body
-from paceline.deploy.errors import UNKNOWN_OUTCOME, VERSION_CHANGED, ApiError
+from paceline.deploy.errors import UNKNOWN_OUTCOME, VERSION_CHANGED, ApiError, overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -164,12 +164,8 @@ class Operations:
         shards, silent = await self._shards()
         if body.topic is not None and body.topic not in shards:
             if silent:
-                raise ApiError(
-                    503,
-                    f"{', '.join(silent)} did not answer, and may hold records of {body.topic}.",
-                    "server_error",
-                    retry_after_s=1,
-                )
+                hosts = ", ".join(silent)
+                raise overloaded(f"{hosts} did not answer, and may hold records of {body.topic}.")
             raise _unknown_topic(body.topic)
         names = [body.topic] if body.topic is not None else list(shards)
         calls: list[Call[int]] = [

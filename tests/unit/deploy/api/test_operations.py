@@ -216,7 +216,9 @@ def test_a_purge_reaches_records_on_disk_of_topics_that_are_configured_no_more(
             "(shard host 0)",
             "(shard host 1)",
         }
-    assert world.post("replay/purge", {"topic": "art"}).status_code == 503
+    unknown = world.post("replay/purge", {"topic": "art"})
+    assert (unknown.status_code, unknown.headers["Retry-After"]) == (503, "1")
+    assert unknown.json()["error"]["code"] == "server_overloaded"
     assert world.post("replay/purge", {"topic": "sql"}).status_code == 200
 
 
