@@ -96,7 +96,7 @@ class ShardStats:
         splits: by name.
         bytes: of all splits.
         capacity_bytes: see ReplaySettings.
-        inserted_total: records, kept or not.
+        inserted_total: records, kept or not, without those that came back from disk.
         inserted_synthetic_total: of these; synthetic ones count only if they were kept.
         evicted_total: removed for others.
         expired_total: removed past retention.
@@ -156,6 +156,11 @@ class ReplayBuffer:
             self._tables[split].inserted -= 1
         self._resize_synthetic()
         return kept
+
+    def restored(self) -> None:
+        """Count from here on: what comes back from disk was counted when it was new."""
+        for table in self._tables.values():
+            table.inserted = 0
 
     def _resize_synthetic(self) -> None:
         """Give synthetic records the space that training records leave free."""

@@ -165,6 +165,7 @@ class ReplayShard:
             self._journal = Journal(Path(persist_dir) / f"{topic}{FILE_SUFFIX}")
             for data in self._journal.read():
                 self._insert(data, needs_source=False)
+            self._buffer.restored()
             self._compact()
         _start_expiry_thread(weakref.ref(self), self._settings.disk_slack_s / 2)
 

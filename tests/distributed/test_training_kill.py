@@ -119,7 +119,7 @@ def test_learning_survives_kill_9_of_everything(tmp_path: Path) -> None:
     kill(pid)
     after = eventually(lambda: ray.get(shard.stats.remote(), timeout=5), 60)
     assert after.records("train") == before.records("train") > 0
-    assert after.inserted_total == total(before)  # counted again, from disk
+    assert after.inserted_total == 0  # what comes back from disk is no new traffic
     feed(shard, range(70, 80))
     assert total(ray.get(shard.stats.remote())) == total(before) + 10
     eventually(lambda: decisions_since(registry, killed_at))

@@ -24,6 +24,22 @@ def test_requests_that_left_no_record_are_traffic_all_the_same(left_out: int) ->
     assert shard.stats().inserted_total == 2
 
 
+def test_records_that_a_restarted_shard_has_from_disk_are_no_traffic(tmp_path: Path) -> None:
+    topics = TopicStats(trainer_settings(tmp_path), Ticks())
+    first = ReplayShard("sql", persist_dir=str(tmp_path), clock=lambda: 0.0)
+    for number in range(5):
+        first.insert(encode(make_record(request_id=str(number), created=0.0)))
+    first.delete("0")  # fewer come back than were counted
+    stats = {"sql": first.stats()}
+    topics.views(stats, {})
+    topics.state("sql").inserted = topics.inserted("sql", stats)
+
+    again = ReplayShard("sql", persist_dir=str(tmp_path), clock=lambda: 0.0).stats()
+    sql = next(view for view in topics.views({"sql": again}, {}) if view.name == "sql")
+    assert again.records("train", "held_out") == 4
+    assert (sql.new_records, sql.traffic) == (0, 0.0)
+
+
 def test_a_silent_shard_has_not_started_again() -> None:
     topics = TopicStats(trainer_settings(Path()), Ticks())
     shards = {name: ReplayShard(name, clock=lambda: 0.0) for name in ("general", "sql")}
