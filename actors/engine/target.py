@@ -493,7 +493,7 @@ def _conversations(tokenizer: PreTrainedTokenizerBase) -> Conversations | None:
     """What finds conversations; None if the chat template does not tell where a turn ends."""
     try:
         return Conversations(turn_marks(tokenizer).cue)
-    except Exception as error:  # whatever a template raises
+    except ValueError as error:
         logger.info("records of a conversation's turns are not kept together: %s", error)
         return None
 

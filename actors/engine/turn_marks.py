@@ -39,8 +39,8 @@ def turn_marks(tokenizer: PreTrainedTokenizerBase) -> TurnMarks:
         tokenizer: of transformers.
 
     Raises:
-        ValueError: there is no template, or it ends a user's text by ordinary words, which a
-            user's text may hold.
+        ValueError: there is no template, it raises, or it ends a user's text by ordinary words,
+            which a user's text may hold.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("the target's tokenizer has no chat template")
@@ -64,7 +64,10 @@ def first_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def _templated(tokenizer: PreTrainedTokenizerBase, turns: Sequence[str]) -> list[int]:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a template is a program by the model's authors
+        raise ValueError(f"the chat template refuses a user's text: {error}") from error
     return [int(i) for i in ids]
 
 

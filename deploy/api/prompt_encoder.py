@@ -245,7 +245,7 @@ class PromptEncoder:
     def _turn_marks(self) -> TurnMarks | None:
         try:
             return turn_marks(self._tokenizer)
-        except Exception:  # whatever a template raises
+        except ValueError:
             return None
 
     def routed_text(self, token_ids: Sequence[int]) -> str | None:

@@ -149,5 +149,5 @@ def _marks(config: PacelineConfig) -> TurnMarks:
 
     try:
         return turn_marks(load_tokenizer(str(config.target_path)))
-    except Exception as error:  # of files, or whatever a template raises
+    except Exception as error:  # tokenizers raises it itself for a file that it cannot parse
         raise ConfigError(f"training.synthetic_per_record: {error}") from error

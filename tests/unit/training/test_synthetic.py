@@ -84,7 +84,7 @@ def test_the_marks_of_a_form_with_system_prompts_and_roles() -> None:
         assert "and what else is new".startswith(text)
 
 
-@pytest.mark.parametrize("template", [None, "", WORDS])
+@pytest.mark.parametrize("template", [None, "", WORDS, "{{ raise_exception('no') }}", "{% if"])
 def test_forms_without_marks_are_refused(template: str | None) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
