@@ -228,7 +228,7 @@ class TrainerActor(Trainer):
         self._exporter = Exporter(self._samples, RaySink(metrics)).start()
 
     def _samples(self) -> Iterable[Sample]:
-        return trainer_samples(self.status(), self.drifts(), self.table())
+        return trainer_samples(self.status(), self.table())
 
     def status(self) -> TrainerStatus:
         """See Trainer; with the status of the prompt generator."""

@@ -7,7 +7,6 @@ from typing import Literal, get_args
 
 from paceline.actors.replay.record import MAX_LENGTH
 from paceline.actors.router.hedge import HedgeSettings
-from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.gate import GateSettings
 from paceline.actors.training.topic_schedule import ScheduleSettings
 
@@ -151,7 +150,6 @@ class TrainerSettings:
         distiller: of a draft's training.
         gate: conditions of a publication.
         schedule: of topics.
-        drift: conditions of drift.
         num_threads: of torch, for training.
         micro_batch: records per micro-step; ``distiller.accumulation`` of them make a step.
         round_seconds: training time (micro-steps alone) of a round, see
@@ -178,7 +176,6 @@ class TrainerSettings:
     distiller: DistillerSettings = field(default_factory=DistillerSettings)
     gate: GateSettings = field(default_factory=GateSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
-    drift: DriftSettings = field(default_factory=DriftSettings)
     num_threads: int = 1
     micro_batch: int = 8
     round_seconds: float = 8.0

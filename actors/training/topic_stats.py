@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from paceline.actors.backoff import Backoff
 from paceline.actors.general import GENERAL
 from paceline.actors.replay.buffer import ShardStats
-from paceline.actors.training.drift import Drift, DriftSettings, DriftStatus
 from paceline.actors.training.permits import TopicProgress
 from paceline.actors.training.round_counts import RoundCounts
 from paceline.actors.training.topic_schedule import ScheduleSettings, TopicView, TrafficMeter
@@ -26,31 +25,15 @@ StatsByTopic = Mapping[str, ShardStats]
 class LiveStats:
     """The last live statistics of the served drafts, by topic."""
 
-    def __init__(self, topics: Iterable[str], settings: DriftSettings) -> None:
-        """Start without statistics.
-
-        Args:
-            topics: to watch for drift.
-            settings: see DriftSettings.
-        """
-        self._settings = settings
-        self._drifts = {topic: Drift(settings) for topic in topics}
+    def __init__(self) -> None:
         self._live: Mapping[str, TopicStatus] = {}
-
-    def add_topic(self, topic: str) -> None:
-        """Watch a further topic."""
-        self._drifts[topic] = Drift(self._settings)
 
     def update(self, live: Mapping[str, TopicStatus] | None) -> list[str]:
         """Take ``WeightRegistry.topic_status`` (None: no answer); topics that begin to drift."""
         if live is None:
             return []
+        began = [t for t, own in live.items() if own.drift.drifting and not self.drifting(t)]
         self._live = live
-        began = []
-        for topic, drift in self._drifts.items():
-            own = live.get(topic)
-            if own and drift.update(own.requests, own.rounds, own.accepted):
-                began.append(topic)
         return began
 
     def published(self, topic: str, version: int) -> None:
@@ -60,15 +43,7 @@ class LiveStats:
 
     def drifting(self, topic: str) -> bool:
         """Whether a topic drifts."""
-        return self._drifts[topic].drifting
-
-    def drift(self, topic: str) -> DriftStatus:
-        """A topic's drift."""
-        return self._drifts[topic].status()
-
-    def drifts(self) -> dict[str, DriftStatus]:
-        """Drift by topic; from any thread."""
-        return {topic: drift.status() for topic, drift in list(self._drifts.items())}
+        return self._status(topic).drift.drifting
 
     def stable(self, topic: str) -> int:
         """The stable version, 0 if it is unknown."""
@@ -136,10 +111,10 @@ class TopicStats:
         """Start with the topics of the settings.
 
         Args:
-            settings: ``draft_paths``, ``drift`` and ``schedule`` are used.
+            settings: ``draft_paths`` and ``schedule`` are used.
             clock: monotonic seconds.
         """
-        self.live = LiveStats(settings.draft_paths, settings.drift)
+        self.live = LiveStats()
         self._clock = clock
         self._schedule: ScheduleSettings = settings.schedule
         self._states = {topic: self._new_state() for topic in settings.draft_paths}
@@ -156,7 +131,6 @@ class TopicStats:
 
     def add_topic(self, topic: str) -> None:
         """Add a topic."""
-        self.live.add_topic(topic)
         self._states[topic] = self._new_state()
 
     def state(self, topic: str) -> TopicState:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from paceline.actors.handles import remote_method
 from paceline.actors.training.background import BackgroundLoop
 from paceline.actors.training.deepspeed_setup import forbid_compiling, prepare_environment
-from paceline.actors.training.drift import DriftStatus
 from paceline.actors.training.permits import PermitHandle, TrainerIdentity
 from paceline.actors.training.progress import TrainerStatus
 
@@ -80,10 +79,6 @@ class Trainer:
             pid=os.getpid(),
             started=self._started,
         )
-
-    def drifts(self) -> dict[str, DriftStatus]:
-        """Drift by topic; empty at the start."""
-        return self._loop.drifts() if self._loop else {}
 
     def ping(self) -> bool:
         """True: the actor answers."""

@@ -14,7 +14,6 @@ from paceline.actors.replay.buffer import Split
 from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.training.candidate import Candidate, one_per_conversation
 from paceline.actors.training.client import TrainerClient
-from paceline.actors.training.drift import DriftStatus
 from paceline.actors.training.gate import NOT_FINITE, GateDecision, decide
 from paceline.actors.training.learning_rate import decreased
 from paceline.actors.training.permits import Assignment
@@ -92,10 +91,6 @@ class TrainingLoop:
         if topic not in self._candidates:
             self._candidates[topic] = Candidate(topic, self._settings, self._workers)
         return self._candidates[topic]
-
-    def drifts(self) -> dict[str, DriftStatus]:
-        """Drift by topic; from any thread."""
-        return self._live.drifts()
 
     def run_round(self) -> bool:
         """Run a round of the topic with the highest priority; False if nothing was trained.
@@ -269,17 +264,8 @@ class TrainingLoop:
         return True
 
     def _update_live_stats(self) -> None:
-        """Fetch live statistics; log drift that begins."""
+        """Fetch live statistics; train topics that begin to drift at the full rate."""
         for topic in self._live.update(self._client.topic_status()):
-            drift = self._live.drift(topic)
-            logger.info("%s: drifts, %s", topic, drift)
-            decision: Decision = {
-                "outcome": "drift",
-                "acceptance_fast": drift.fast,
-                "acceptance_slow": drift.slow,
-                "requests": drift.requests,
-            }
-            self._client.note(topic, decision)
             if topic in self._candidates:
                 self._candidates[topic].refresh_rate()
 

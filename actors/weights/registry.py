@@ -25,6 +25,7 @@ from paceline.actors.weights.canary import (
 )
 from paceline.actors.weights.cooldown import MANUAL, CandidateAdmission, CandidateRefusedError
 from paceline.actors.weights.draft_outcomes import DraftOutcome
+from paceline.actors.weights.drift import Drift
 from paceline.actors.weights.flat_weights import FlatWeights
 from paceline.actors.weights.history import Decision
 from paceline.actors.weights.notifications import ChangeNotifier, RegistryChanges, SlotWeights
@@ -96,6 +97,7 @@ class WeightRegistry:
         self._clock = clock
         self._subscribers: dict[str, _Subscriber] = {}
         self._monitor = CanaryMonitor(marks, canary)
+        self._drifts = {topic: Drift() for topic in marks}
         self._admission = CandidateAdmission(canary)
         self._store = VersionStore(
             directory,
@@ -169,6 +171,9 @@ class WeightRegistry:
     def report(self, outcomes: Iterable[DraftOutcome]) -> None:
         """Count the drafts of finished requests, and promote or roll back what that decides."""
         for outcome in outcomes:
+            topic = outcome.expert
+            if topic in self._drifts and self._drifts[topic].add(outcome):
+                self._note_drift(topic)
             instruction = self._monitor.observe(outcome)
             if instruction is None:
                 continue
@@ -177,6 +182,17 @@ class WeightRegistry:
             except Exception:  # of the disk or the object store
                 logger.exception("%s: the decision could not be carried out", instruction.expert)
                 self._restart_trial(instruction.expert)
+
+    def _note_drift(self, topic: str) -> None:
+        drift = self._drifts[topic].status()
+        logger.info("%s: drifts, %s", topic, drift)
+        facts: Decision = {
+            "outcome": "drift",
+            "acceptance_fast": drift.fast,
+            "acceptance_slow": drift.slow,
+            "requests": drift.requests,
+        }
+        self.record_decision(topic, facts)
 
     def _execute(self, decided: CanaryInstruction) -> None:
         topic, action, stats = decided.expert, decided.action, decided.stats
@@ -313,6 +329,7 @@ class WeightRegistry:
         def enter() -> None:
             self._added.add(AddedTopic(name, like, self._clock()), head)
             self._monitor.add_expert(name)
+            self._drifts[name] = Drift()
 
         return self._store.add(name, like, enter)
 
@@ -358,6 +375,7 @@ class WeightRegistry:
                 closed=self._refusal(topic),
                 subscribers=len(subscribers(topic)),
                 lagging=tuple(name for name in subscribers(topic) if topic in changed[name]),
+                drift=self._drifts[topic].status(),
             )
             for topic, state in self._store.states().items()
         }

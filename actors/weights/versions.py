@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+
+from paceline.actors.weights.drift import DriftStatus
 
 
 class VersionChangedError(ValueError):
@@ -170,6 +172,7 @@ class TopicStatus:
         closed: why no candidate is taken now, None if one is.
         subscribers: processes that load the topic's weights and have polled lately.
         lagging: those of them that have not loaded the topic's present versions.
+        drift: of the live acceptance.
     """
 
     stable: int = 0
@@ -182,6 +185,7 @@ class TopicStatus:
     closed: str | None = None
     subscribers: int = 0
     lagging: tuple[str, ...] = ()
+    drift: DriftStatus = field(default_factory=DriftStatus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from paceline.actors.engine.request import FINISH_NOT_FINITE
 from paceline.actors.engine.stats import DraftStats, EngineStats, drain
 from paceline.actors.replay.buffer import ShardStats
-from paceline.actors.training.drift import DriftStatus
 from paceline.actors.training.progress import TrainerStatus
 from paceline.actors.training.scorer import ScorerTable
 from paceline.actors.weights.slots import expert_of, is_candidate
@@ -204,6 +203,10 @@ def registry_samples(metrics: RegistryMetrics) -> Iterator[Sample]:
         if status.candidate is not None:
             yield Sample("weight_version", status.candidate, (draft, "candidate"))
         yield Sample("canary_requests", status.canary_requests, (draft,))
+        yield Sample("drifting", float(status.drift.drifting), (draft,))
+        for name, mean in (("fast", status.drift.fast), ("slow", status.drift.slow)):
+            if mean is not None:
+                yield Sample("live_acceptance", mean, (draft, name))
         for outcome in UPDATES:
             count = metrics.decisions.get((draft, outcome), 0)
             yield Sample("weight_updates", count, (draft, outcome))
@@ -231,10 +234,8 @@ def shard_samples(stats: ShardStats) -> Iterator[Sample]:
         yield Sample(metric, total, (stats.topic,))
 
 
-def trainer_samples(
-    status: TrainerStatus, drifts: Mapping[str, DriftStatus], table: ScorerTable | None
-) -> Iterator[Sample]:
-    """Samples of ``Trainer.status``, ``Trainer.drifts`` and ``Scorer.table``."""
+def trainer_samples(status: TrainerStatus, table: ScorerTable | None) -> Iterator[Sample]:
+    """Samples of ``Trainer.status`` and ``Scorer.table``."""
     present = TRAINER_STATES.get(status.state, _NOT_TRAINABLE)
     for state in (*TRAINER_STATES.values(), _NOT_TRAINABLE):
         yield Sample("trainer_state", float(state == present), (state,))
@@ -247,11 +248,6 @@ def trainer_samples(
         yield Sample("trainer_loss", status.loss)
     for draft, coverage in status.vocabulary_coverage.items():
         yield Sample("vocabulary_coverage", coverage, (draft,))
-    for draft, drift in drifts.items():
-        yield Sample("drifting", float(drift.drifting), (draft,))
-        for name, mean in (("fast", drift.fast), ("slow", drift.slow)):
-            if mean is not None:
-                yield Sample("live_acceptance", mean, (draft, name))
     for topic, weights in ({} if table is None else table.weights).items():
         for expert, weight in weights.items():
             yield Sample("routing_weight", weight, (topic, expert))

@@ -10,7 +10,6 @@ from replay_samples import make_record
 
 from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.topic_stats import LiveStats, TopicStats, requests
 from paceline.actors.weights.versions import TopicStatus
 
@@ -64,7 +63,7 @@ def test_a_silent_shard_has_not_started_again() -> None:
 
 
 def test_a_version_that_was_just_published_is_current_until_the_registry_says_otherwise() -> None:
-    live = LiveStats(["sql"], DriftSettings())
+    live = LiveStats()
     assert live.is_current("sql", 7)  # nothing is known
     live.update({"sql": TopicStatus()})
     live.published("sql", 1)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from tiny_models import save_tiny
 
-from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.topic_stats import LiveStats
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
@@ -166,7 +165,7 @@ def test_a_version_that_disappoints_later_is_tried_against_its_predecessor(tmp_p
 
 def undecided(reg: WeightRegistry) -> bool:
     """What the trainer makes of the registry's live figures."""
-    live_stats = LiveStats(("sql",), DriftSettings())
+    live_stats = LiveStats()
     live_stats.update(reg.topic_status())
     return live_stats.undecided("sql")
 

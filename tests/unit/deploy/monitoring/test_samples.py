@@ -21,17 +21,14 @@ from paceline.actors.replay.record import encode
 from paceline.actors.replay.shard import ReplayShard
 from paceline.actors.router.hedge import Hedge
 from paceline.actors.speculation.pool.client import ExpertClient
-from paceline.actors.training.drift import DriftSettings
 from paceline.actors.training.permits import Permit, TrainerIdentity
 from paceline.actors.training.progress import TrainerStatus
 from paceline.actors.training.scorer import ScorerTable
-from paceline.actors.training.topic_stats import LiveStats
 from paceline.actors.weights.canary import CanarySettings
 from paceline.actors.weights.draft_outcomes import DraftOutcome
 from paceline.actors.weights.history import Outcome
 from paceline.actors.weights.registry import WeightRegistry
 from paceline.actors.weights.version_store import outcome_of
-from paceline.actors.weights.versions import TopicStatus
 from paceline.cluster.scheduler.trainer_scheduler import TrainerScheduler
 from paceline.deploy.monitoring.catalogue import (
     BY_NAME,
@@ -204,6 +201,9 @@ def test_registry_samples(tmp_path: Path) -> None:
     versions = {("sql", "stable"): 0, ("sql", "candidate"): 2, ("general", "stable"): 0}
     assert by_labels(samples, "weight_version") == versions
     assert by_labels(samples, "canary_requests") == {("sql",): 1, ("general",): 0}
+    acceptance = {("sql", "fast"): 0.5, ("sql", "slow"): 0.5}
+    assert by_labels(samples, "live_acceptance") == acceptance
+    assert by_labels(samples, "drifting") == {("sql",): 0, ("general",): 0}
     assert by_labels(samples, "expected_acceptance") == {
         ("sql", "candidate"): 0.6,
         ("sql", "served"): 0.4,
@@ -234,10 +234,6 @@ def test_every_outcome_of_a_decision_is_counted() -> None:
 
 
 def test_trainer_samples() -> None:
-    live_stats = LiveStats(("sql", "general"), DriftSettings(min_requests=1))
-    live_stats.update({"sql": TopicStatus()})
-    live = TopicStatus(requests=40, rounds=400, accepted=200)
-    live_stats.update({"sql": live})
     hedge = Hedge(("sql", "general"))
     for number, gain in enumerate((0.9, 0.8)):
         hedge.add_row("sql", str(number))
@@ -254,17 +250,14 @@ def test_trainer_samples() -> None:
     )
     counts = {"offered": 2, "refused": 0, "scores": 4}
     table = ScorerTable(**asdict(hedge.table()), waiting=0, on_trial=(), **counts)
-    samples = list(trainer_samples(status, live_stats.drifts(), table))
+    samples = list(trainer_samples(status, table))
     check(samples, "trainer")
     states = by_labels(samples, "trainer_state")
     assert [state for (state,), value in states.items() if value] == ["training"]
-    acceptance = {("sql", "fast"): 0.5, ("sql", "slow"): 0.5}
-    assert by_labels(samples, "live_acceptance") == acceptance
     assert by_labels(samples, "routing_weight") == {
         ("sql", expert): weight for expert, weight in hedge.weights("sql").items()
     }
     assert by_labels(samples, "vocabulary_coverage") == {("sql",): 0.96}
-    assert by_labels(samples, "drifting") == {("sql",): 0, ("general",): 0}
 
 
 def test_every_trainer_state_has_a_label() -> None:
@@ -275,7 +268,7 @@ def test_every_trainer_state_has_a_label() -> None:
 
 @pytest.mark.parametrize("state", ["no usable records to learn from", "anything else"])
 def test_a_trainer_without_a_trainable_topic(state: str) -> None:
-    samples = list(trainer_samples(TrainerStatus(state), {}, None))
+    samples = list(trainer_samples(TrainerStatus(state), None))
     states = by_labels(samples, "trainer_state")
     assert [name for (name,), value in states.items() if value] == ["topic_not_trainable"]
     assert by_labels(samples, "trainer_micro_steps") == {(): 0}
