@@ -83,10 +83,14 @@ class SchedulerHandle:
     def __init__(self) -> None:
         self.scheduler, self.announced = TrainerScheduler(), 0
         self.announce_request, self.status = Method(self._announce), Method(self._status)
+        self.drain = Method(self._drain)
 
     def _announce(self) -> None:
         self.announced += 1
         self.scheduler.announce_request()
+
+    async def _drain(self, on: bool) -> None:
+        self.scheduler.drain(on)
 
     async def _status(self) -> SchedulerStatus:
         return self.scheduler.status()

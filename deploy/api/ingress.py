@@ -17,6 +17,7 @@ from urllib.parse import quote
 from fastapi import FastAPI, Request
 from fastapi.encoders import jsonable_encoder
 from fastapi.responses import JSONResponse, Response
+from ray import serve
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -220,7 +221,7 @@ class Ingress:
             self._current_shards,
             self._drain_state,
             self._purge_replicas,
-            admitted=lambda: self._limiter.running,
+            self._all_admitted,
             scorer=actors.scorer,
             enabled=settings.operations,
             keyed=keyed,
@@ -382,9 +383,17 @@ class Ingress:
 
     async def _purge_replicas(self, request_id: str | None, topic: str | None) -> int:
         """Remove answers from all target replicas, see TargetReplica.purge."""
-        call = self._target.broadcast("purge", request_id, topic)
-        replies = await call._fetch_replica_results_async()
-        return sum(await asyncio.gather(*(reply.get_async() for reply in replies)))
+        return await _total(self._target.broadcast("purge", request_id, topic))
+
+    async def admitted(self) -> int:
+        """Sequences that this replica has admitted and that have not ended."""
+        return self._limiter.running
+
+    async def _all_admitted(self) -> int:
+        """Those of all ingress replicas."""
+        here = serve.get_replica_context()
+        replicas = serve.get_deployment_handle(here.deployment, here.app_name)
+        return await _total(replicas.broadcast("admitted"))
 
     async def openapi(self) -> Response:
         """The OpenAPI document."""
@@ -508,6 +517,12 @@ class Ingress:
             continuous_usage=usage.include_usage and usage.continuous_usage_stats,
             tools=parsed.tools,
         )
+
+
+async def _total(broadcast: Any) -> int:
+    """The sum of all replicas' results; Serve's response to a broadcast has no types."""
+    replies = await broadcast._fetch_replica_results_async()
+    return sum(await asyncio.gather(*(reply.get_async() for reply in replies)))
 
 
 def _id_prefix(parsed: ParsedRequest) -> str:

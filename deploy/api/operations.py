@@ -104,7 +104,8 @@ class Operations:
         drain_state: of this replica.
         purge_replicas: removes an answer (None: all) of a topic (None: all) from the target
             replicas, and returns once what they handed over before has arrived.
-        admitted: number of sequences that this replica has admitted and that have not ended.
+        admitted: gives the number of sequences that ingress replicas have admitted and that have
+            not ended.
         scorer: actor handle; keeps a sample of the records. None if there is none.
         enabled: False refuses every call.
         keyed: whether the server has API keys.
@@ -117,8 +118,8 @@ class Operations:
         shards: Callable[[], Awaitable[FoundShards]],
         drain_state: DrainState,
         purge_replicas: Callable[[str | None, str | None], Awaitable[int]],
+        admitted: Callable[[], Awaitable[int]],
         *,
-        admitted: Callable[[], int],
         scorer: ScorerHandle | None = None,
         enabled: bool,
         keyed: bool,
@@ -189,11 +190,12 @@ class Operations:
         self._drain_state.ensure_polling()
         await self._drain_state.refresh()
         status = await _call("trainer scheduler", self._scheduler.status.remote)
+        admitted = await _call("ingress", self._admitted)
         state = {
             "draining": status.draining,
             "running": status.running,
             # Some are at no replica: they wait for a grammar, or for another after one died.
-            "waiting": max(status.waiting, self._admitted() - status.running),
+            "waiting": max(status.waiting, admitted - status.running),
         }
         logger.warning("draining: %s", state)
         return JSONResponse(state)

@@ -7,18 +7,22 @@ import json
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from local_ingress import (
     CONTEXT_LENGTH,
+    Broadcast,
     SchedulerHandle,
     application,
     ingress_client,
     wait_until_idle,
 )
+from ray import serve
 from starlette.types import Message
 from tiny_models import save_tiny, tiny_tokenizer
 
@@ -358,6 +362,30 @@ def test_while_draining_nothing_new_is_let_in_and_what_runs_ends(
             assert again.status_code == 200
 
     asyncio.run(ask())
+
+
+def test_a_drain_waits_for_what_any_ingress_replica_has_admitted(
+    target: TargetReplica, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, replicas = SchedulerHandle(), [3, 2]
+
+    class Replicas(Broadcast):
+        def broadcast(self, method: str) -> Replicas:
+            assert method == "admitted"
+            return self
+
+        async def _fetch_replica_results_async(self) -> list[Any]:
+            return [SimpleNamespace(get_async=partial(asyncio.sleep, 0, n)) for n in replicas]
+
+    here = SimpleNamespace(deployment="ingress", app_name="paceline")
+    monkeypatch.setattr(serve, "get_replica_context", lambda: here)
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: Replicas())
+
+    async def ask() -> httpx.Response:
+        async with ingress_client(target, target_folder, scheduler=scheduler) as http:
+            return await http.post("/v1/paceline/drain", json={"on": True})
+
+    assert asyncio.run(ask()).json() == {"draining": True, "running": 0, "waiting": 5}
 
 
 def test_a_time_out_of_another_s_is_not_its_own_cause() -> None:

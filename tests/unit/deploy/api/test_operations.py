@@ -85,7 +85,7 @@ class World:
             self.shards_now,
             self.drain,
             self.purge_replicas,
-            admitted=lambda: self.admitted,
+            self.admitted_by_all,
             enabled=enabled,
             keyed=keyed,
         )
@@ -96,6 +96,9 @@ class World:
             return JSONResponse(error.body(), error.status, error.headers())
 
         self.api.add_exception_handler(ApiError, answer)
+
+    async def admitted_by_all(self) -> int:
+        return self.admitted
 
     async def purge_replicas(self, request_id: str | None, topic: str | None) -> int:
         self.purged.append((request_id, topic))
