@@ -85,6 +85,22 @@ def test_top_probs_are_the_softmax_at_a_temperature(
 
 
 @settings(deadline=None)
+@given(logits(3, 1))
+def test_wider_logits_of_the_same_values_give_the_same_bits(values: Tensor) -> None:
+    values = values[:, 0]
+    temperature = torch.tensor([0.2, 1.0, 1.7])
+    probs, ids = torch.empty(2, 3), torch.empty(3, dtype=torch.int64)
+    for logits_of_a_dtype, found in zip((values, values.float()), probs, strict=True):
+        most_probable_into(logits_of_a_dtype, ids, found)
+    assert torch.equal(*probs)
+    for one, other in (
+        (top_probs(values, temperature, 64), top_probs(values.float(), temperature, 64)),
+        (top_logits(values, 64), top_logits(values.float(), 64)),
+    ):
+        assert all(map(torch.equal, one, other))
+
+
+@settings(deadline=None)
 @given(logits(3, 4), st.data())
 def test_greedy_verification_accepts_the_targets_tokens(
     values: Tensor, data: st.DataObject

@@ -38,9 +38,7 @@ void most_probable(const RolloutDraft& draft, const T* guesses, const T* state, 
                    float* prob) {
   constexpr int64_t block = 64;
   const int64_t size = draft.head.out, hidden = draft.basis.in;
-  float largest = -std::numeric_limits<float>::infinity();
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < size; ++i) largest = std::max(largest, widen(guesses[i]));
+  const float largest = largest_of(guesses, size);
   float logits[kGuesses], best = -std::numeric_limits<float>::infinity(), total = 0.0f;
   int64_t count = 0;
   *index = 0;

@@ -27,6 +27,23 @@ float largest_of(const T* values, int64_t count) {
   return *std::max_element(most, most + kAtOnce);
 }
 
+// Sums exp((x - largest) * scale) over a row. By lanes, or else the order, and so the bits, would depend
+// on T: the logits of a batch become float32 as soon as one row needs them so.
+template <class T>
+float total(const T* logits, int64_t size, float largest, float scale) {
+  constexpr int64_t kAtOnce = 64;
+  float sums[kAtOnce] = {}, sum = 0.0f;
+  int64_t at = 0;
+  for (; at + kAtOnce <= size; at += kAtOnce) {
+#pragma omp simd
+    for (int64_t i = 0; i < kAtOnce; ++i)
+      sums[i] += exponential((widen(logits[at + i]) - largest) * scale);
+  }
+  for (; at < size; ++at) sums[0] += exponential((widen(logits[at]) - largest) * scale);
+  for (int64_t i = 0; i < kAtOnce; ++i) sum += sums[i];
+  return sum;
+}
+
 // Finds the first index of the largest entry of n rows and, if `probs` is given, its softmax.
 template <class T>
 void top_one(const T* logits, int64_t n, int64_t size, int64_t* ids, float* probs) {
@@ -37,11 +54,7 @@ void top_one(const T* logits, int64_t n, int64_t size, int64_t* ids, float* prob
     while (at + kBlock < size && largest_of(logits + at, kBlock) != largest) at += kBlock;
     while (at + 1 < size && widen(logits[at]) != largest) ++at;
     ids[row] = at;
-    if (probs == nullptr) continue;
-    float total = 0.0f;
-#pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < size; ++i) total += exponential(widen(logits[i]) - largest);
-    probs[row] = 1.0f / total;
+    if (probs != nullptr) probs[row] = 1.0f / total(logits, size, largest, 1.0f);
   }
 }
 
@@ -100,15 +113,6 @@ void select(const T* logits, int64_t size, int64_t k, int64_t* ids, float* value
       ids[at] = i;
     }
   }
-}
-
-// Sums exp((x - largest) * scale) over a row.
-template <class T>
-float total(const T* logits, int64_t size, float largest, float scale) {
-  float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < size; ++i) sum += exponential((widen(logits[i]) - largest) * scale);
-  return sum;
 }
 
 // Finds the k largest entries of a row as `select`, and its logsumexp.

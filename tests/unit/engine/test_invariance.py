@@ -17,7 +17,10 @@ from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.native.library import kernels_for
 from paceline.actors.engine.numerics import batch_invariant
+from paceline.actors.engine.request import GenerationRequest
+from paceline.actors.engine.sampling import TargetProbs, processed_probs
 from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.speculation import rejection_sampler
 
 CPU = torch.device("cpu")
 LENGTH, ROWS, CAPACITY = 50, 8, 128
@@ -158,6 +161,45 @@ def test_answers_do_not_depend_on_speculation_neighbours_prefixes_or_a_second_tr
     assert answers("general", 3, together=False) == alone
     assert answers("general", None, together=True) == alone
     assert engine.preemptions > 0
+
+
+def test_a_neighbour_that_widens_the_batchs_logits_changes_no_probability(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A logit_bias makes the logits of all rows float32."""
+    skip_where_it_cannot_be(torch.bfloat16)
+    settings = TargetSettings(
+        str(TARGET), {}, dtype="bfloat16", num_threads=1, num_speculative_tokens=0
+    )
+    seeded, biased = (
+        request(
+            name,
+            [5, 17, 30, token],
+            draft="off",
+            temperature=0.8,
+            top_p=0.9,
+            seed=1,
+            max_tokens=16,
+            ignore_eos=True,
+            logit_bias=bias,
+        )
+        for name, token, bias in (("seeded", 44, ()), ("biased", 45, ((3, 1.0),)))
+    )
+    rows: list[Tensor] = []
+
+    def kept(logits: Tensor, *rest: Any) -> TargetProbs:
+        found = processed_probs(logits, *rest)
+        rows.append(found.dense(logits.shape[-1])[0])
+        return found
+
+    monkeypatch.setattr(rejection_sampler, "processed_probs", kept)
+
+    def probs(*asked: GenerationRequest) -> Tensor:
+        rows.clear()
+        run(build_engine(settings)[0], asked)
+        return torch.cat(rows)
+
+    assert torch.equal(probs(seeded, biased), probs(seeded))
 
 
 def test_a_forward_that_is_large_enough_for_another_algorithm_is_looked_at(
