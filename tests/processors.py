@@ -6,7 +6,6 @@ import ctypes
 import functools
 import platform
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def marked(processors: Iterable[str]) -> list[Any]:
 
 
 @functools.cache
-def build(processor: str) -> Path:
+def build(processor: str) -> ctypes.CDLL:
     """Build for a processor, which need not be this one; skips without a compiler for it.
 
     Little optimised, to be quick, but with sums and products in one, as they are in use.
@@ -59,13 +58,15 @@ def build(processor: str) -> Path:
         patched.setattr(library, "_FLAGS", flags)
         patched.setattr(library, "_FLAGS_OF_VENDOR", {})
         patched.setattr(library, "_FLAGS_OF_TILES", ())
-        return library._build()
+        built = library.load_library.__wrapped__()
+    assert built is not None
+    return built
 
 
 def use_kernels_of(processor: str, patched: pytest.MonkeyPatch) -> ctypes.CDLL:
     """Let the library be the one for a processor; skips without a compiler or such a processor."""
     if not _CAN_RUN[processor]():
         pytest.skip("this processor cannot run them")
-    built = ctypes.CDLL(str(build(processor)))
+    built = build(processor)
     patched.setattr(library, "load_library", lambda: built)
     return built

@@ -6,16 +6,18 @@ in the last bits between batches of different shapes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.actors.atomic_file import replace_file
 from paceline.actors.processor import cpuinfo, has_tiles
 from paceline.actors.weights.codes import GROUP, Codes, rounded
 
@@ -49,7 +52,7 @@ _FLAGS = (
 _FLAGS_OF_VENDOR = {"GenuineIntel": ("-DPACELINE_MULTIPLY_ADDS",)}  # see products.h
 _FLAGS_OF_TILES = ("-DPACELINE_TILES_ALLOWED",)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_TIMEOUT_S = 120
+_TIMEOUT_S = 600  # of the compiler; others that wait for the same library compile nothing
 
 
 class _Weight(ctypes.Structure):
@@ -767,50 +770,67 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """Return the kernels, compiled if need be, or None if the machine has no compiler."""
-    try:
-        return ctypes.CDLL(str(_build()))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.warning("no CPU kernels, torch is used instead: %s", error)
-        return None
-
-
-def _build() -> Path:
-    """Compile the kernels for this processor unless they are cached, and return the library.
-
-    Raises:
-        RuntimeError: there is no compiler, or it fails.
-    """
-    files = [_SOURCE, *map(_SOURCE.with_name, _HEADERS)]
-    texts = [file.read_text(encoding="utf-8") for file in files]
     flags = [*_FLAGS, *_FLAGS_OF_VENDOR.get(cpuinfo("vendor_id"), ())]
     flags += _FLAGS_OF_TILES if has_tiles() else ()
+    texts = [_SOURCE.with_name(name).read_text("utf-8") for name in (_SOURCE.name, *_HEADERS)]
     processor = f"{platform.machine()} {cpuinfo('flags') or cpuinfo('Features')}"
-    key = hashlib.sha256("\0".join([*texts, *flags, processor]).encode())
-    folder = _folder()
-    library = folder / f"kernels-{key.hexdigest()[:16]}.so"
-    if library.is_file():
-        return library
+    key = hashlib.sha256("\0".join([*texts, *flags, processor]).encode()).hexdigest()
+    places = [folder / f"kernels-{key[:16]}.so" for folder in _folders()]
+    for place in places:
+        with contextlib.suppress(OSError):  # there is none, or a crash has left it broken
+            return ctypes.CDLL(str(place))
+    for place in places:
+        try:
+            return _build(place, flags)
+        except OSError as error:
+            logger.warning("no CPU kernels in %s: %s", place.parent, error)
+        except (RuntimeError, subprocess.SubprocessError) as error:
+            logger.warning("the CPU kernels do not compile: %s", error)
+            break
+    logger.warning("no CPU kernels, torch is used instead")
+    return None
+
+
+def _build(place: Path, flags: Sequence[str]) -> ctypes.CDLL:
+    """Compile the kernels unless another process does so, and load them.
+
+    Raises:
+        OSError: the folder cannot be written, or what is in it not be loaded.
+        RuntimeError: there is no compiler, or it fails.
+        subprocess.TimeoutExpired: it takes too long.
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_suffix(".lock").open("ab") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks: each process compiles
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # built by another process in the meantime
+            return ctypes.CDLL(str(place))
+        replace_file(place, lambda output: _compile(output, flags))
+    return ctypes.CDLL(str(place))
+
+
+def _compile(output: Path, flags: Sequence[str]) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise RuntimeError("no C++ compiler on PATH")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as own:  # other processes may build too
-        output = Path(own) / library.name
-        command = [compiler, *flags, str(_SOURCE), "-o", str(output)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-        output.replace(library)
-    return library
+    command = [compiler, *flags, str(_SOURCE), "-o", str(output)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            _, errors = process.communicate(timeout=_TIMEOUT_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # its children compile, and would go on
+            raise
+    if process.returncode:
+        raise RuntimeError(f"{compiler} failed: {errors.strip()[-500:]}")
 
 
-def _folder() -> Path:
-    """Return ``PACELINE_OPS_DIR``, the interpreter's environment, or the user's cache."""
+def _folders() -> list[Path]:
+    """Return ``PACELINE_OPS_DIR``, or the interpreter's environment and the user's cache."""
     chosen = os.environ.get("PACELINE_OPS_DIR")
     if chosen:
-        return Path(chosen)
-    if os.access(sys.prefix, os.W_OK):
-        return Path(sys.prefix) / "var" / "paceline"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+        return [Path(chosen)]
+    folders = [Path(sys.prefix) / "var" / "paceline"]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folders.append(cache / "paceline")
+    return folders

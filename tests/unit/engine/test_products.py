@@ -88,7 +88,7 @@ def test_other_processors_products(
 @pytest.mark.full
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_they_compile_for_processors_other_than_this(processor: str) -> None:
-    assert build(processor).is_file()
+    build(processor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
