@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -75,9 +76,15 @@ def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     try:
         limit = int((cgroup / "memory.max").read_text())
-        return min(free, max(0, limit - int((cgroup / "memory.current").read_text())))
+        used = int((cgroup / "memory.current").read_text())
     except (OSError, ValueError):  # no container, or no limit ("max")
         return free
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        lines = dict(
+            line.split(" ", 1) for line in (cgroup / "memory.stat").read_text().splitlines()
+        )
+        used -= int(lines["inactive_file"])  # page cache that the kernel drops before it refuses
+    return min(free, max(0, limit - used))
 
 
 @dataclass(frozen=True, slots=True)

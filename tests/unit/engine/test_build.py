@@ -117,6 +117,8 @@ def test_the_default_kv_cache_fits_the_free_memory(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("40000\n")
     (tmp_path / "memory.current").write_text("30000\n")
     assert free_memory(meminfo, tmp_path) == 10000
+    (tmp_path / "memory.stat").write_text("anon 9000\nfile 21000\ninactive_file 20000\n")
+    assert free_memory(meminfo, tmp_path) == 30000
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(meminfo, tmp_path) == 64 * 1024
     assert free_memory(tmp_path / "none", tmp_path) > 2**20
