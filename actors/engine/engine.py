@@ -198,8 +198,8 @@ class Engine:
         self._finished = [s for s in self._finished if s.request_id != request_id]
 
     def reset_prefix_cache(self) -> None:
-        """Let later requests find no KV of earlier ones; running ones keep theirs."""
-        self._runner.kv.reset_prefix_cache()
+        """See :meth:`Scheduler.reset_prefix_cache`."""
+        self._scheduler.reset_prefix_cache()
 
     @inference
     def step(self) -> list[StepOutput]:

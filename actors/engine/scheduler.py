@@ -109,17 +109,21 @@ class Scheduler:
     def cache_prefix(self, sequence: Sequence) -> None:
         """Cache a running request's full blocks for requests with the same prefix.
 
-        Background requests are left out: they would evict what users may come back to. If memory
-        runs out in here, nothing is cached and no request suffers.
+        If memory runs out in here, nothing is cached and no request suffers.
         """
-        request = sequence.request
-        if self._prefix_cache and request.store and not request.background:
+        if self._prefix_cache and sequence.cacheable:
             row = self.rows.row(sequence.request_id)
             tokens = sequence.tokens[: sequence.num_computed]
             try:
-                self._kv.cache_prefix(row, tokens, request.cache_salt)
+                self._kv.cache_prefix(row, tokens, sequence.request.cache_salt)
             except Exception:
                 logger.exception("the prefix of request %s is not cached", sequence.request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find no KV of those so far; running ones keep theirs."""
+        self._kv.reset_prefix_cache()
+        for sequence in (*self.running.values(), *self.waiting):
+            sequence.cacheable = False
 
     def free(self, request_id: str, *, zero: bool = False) -> None:
         """Remove a running request and free its row and blocks; ``zero`` overwrites them first."""

@@ -61,6 +61,7 @@ class Sequence:
         last_round: (drafted, accepted) as counted in the statistics.
         last_suffix: the same of suffixes.
         histogram: speculative rounds by accepted draft tokens.
+        cacheable: whether later requests may find its keys and values.
         request_id: of this attempt.
     """
 
@@ -95,11 +96,14 @@ class Sequence:
     _unsent_rounds: list[tuple[int, int]] = field(default_factory=list)
     _unsent_suffix_rounds: list[tuple[int, int]] = field(default_factory=list)
     _versions: set[int] = field(default_factory=set)
+    cacheable: bool = field(init=False)
     request_id: str = field(init=False)
     _num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
+        # Background requests are left out: they would evict what users may come back to.
+        self.cacheable = self.request.store and not self.request.background
         self.request_id = self.request.run_id
         self.draft = self.draft or self.request.draft
         self._num_prompt = len(self.tokens)

@@ -126,6 +126,22 @@ def test_an_emptied_cache_is_of_no_effect_on_what_runs() -> None:
     assert engine.kv_blocks == (24, 24)
 
 
+def test_an_emptied_cache_stays_without_the_requests_of_before() -> None:
+    """Those that run, and one that is put off, whose keys are computed again."""
+    engine = make_engine(kv_positions=112, prefill_chunk=64, k=0)
+    prompts = [[*range(start, start + 33)] for start in (20, 60, 100)]
+    for i, prompt in enumerate(prompts):
+        engine.add(request(f"r{i}", prompt, max_tokens=20, ignore_eos=True))
+    engine.step()
+    assert (engine.num_running, engine.num_waiting) == (2, 1)
+    engine.reset_prefix_cache()
+    run(engine)
+    assert engine.preemptions > 0
+    later = [request(f"l{i}", prompt) for i, prompt in enumerate(prompts)]
+    found = [run(engine, [one])[one.request_id][-1] for one in later]
+    assert [output.chunk.num_cached_tokens for output in found] == [0, 0, 0]
+
+
 def test_running_requests_share_the_blocks_of_their_prompt() -> None:
     engine = make_engine(prefill_chunk=64)
     engine.add(request("first", LONG, max_tokens=30, ignore_eos=True))
