@@ -40,8 +40,8 @@ class Threads {
     next_.store(0, std::memory_order_relaxed);
     open_.store(1, std::memory_order_release);
     epoch_.fetch_add(1, std::memory_order_seq_cst);
-    if (asleep_.load(std::memory_order_seq_cst) > 0)
-      syscall(SYS_futex, &epoch_, FUTEX_WAKE_PRIVATE, threads - 1, nullptr, nullptr, 0);
+    if (asleep_.load(std::memory_order_seq_cst) > 0)  // all, since the wanted ones may not be the first
+      syscall(SYS_futex, &epoch_, FUTEX_WAKE_PRIVATE, workers_, nullptr, nullptr, 0);
     take();
     open_.store(0, std::memory_order_seq_cst);
     for (int spins = 0; inside_.load(std::memory_order_seq_cst) != 0; ++spins)

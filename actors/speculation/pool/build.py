@@ -76,6 +76,7 @@ def build_server(settings: ExpertSettings, host: str | None = None) -> ExpertSer
             than one request.
         ModelError: a model folder cannot be read.
     """
+    torch.set_num_threads(settings.num_threads)
     device = resolve_device(settings.device)
     dtype = target_dtype(settings.target.dtype, device, settings.target.model_path)
     config = read_architecture(settings.target.model_path, "target")

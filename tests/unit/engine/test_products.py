@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processors import PROCESSORS, build, marked, use_kernels_of
+from waiting import wait_until
 
 from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.linear import StackedLinear
-from paceline.actors.engine.native.library import Kernels, kernels_for
+from paceline.actors.engine.native.library import Kernels, kernels_for, load_library
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float32]
@@ -121,6 +125,30 @@ def test_several_callers_at_once_get_their_own_products(dtype: torch.dtype) -> N
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(same, range(400)))
+
+
+def test_a_job_wakes_the_threads_that_it_wants_of_more_that_sleep(tmp_path: Path) -> None:
+    """Of three beside this one, a job for two threads wants the one that was made first."""
+    if (built := load_library()) is None:
+        pytest.skip("no compiler made the kernels")
+    copy = shutil.copy(built._name, tmp_path / "copy.so")  # has threads of its own
+    own, x = Kernels(ctypes.CDLL(copy), torch.float32), torch.randn(8, 100)
+    tasks = Path("/proc/self/task")
+    torch.set_num_threads(4)  # makes threads of torch's own
+    before = {*tasks.iterdir()}
+    own.top_k([x], 4)
+    first = min({*tasks.iterdir()} - before, key=lambda task: int(task.name))
+    torch.set_num_threads(2)
+
+    def sleeps() -> int:
+        status = (first / "status").read_text()
+        return int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+
+    for _ in range(4):
+        time.sleep(0.05)
+        so_far = sleeps()
+        own.top_k([x], 4)
+        wait_until(lambda so_far=so_far: sleeps() > so_far, "the thread to wake up", 5.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

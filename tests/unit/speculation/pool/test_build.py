@@ -38,11 +38,13 @@ def with_target(settings: ExpertSettings, **fields: Any) -> ExpertSettings:
 def test_an_experts_cache_is_as_large_as_all_targets_together(settings: ExpertSettings) -> None:
     assert expert_kv_positions(settings, torch.float32, CPU, 128) == 6 * 128
     small = with_target(settings, kv_cache_mb=1, max_num_seqs=64)
-    small = dataclasses.replace(small, max_sequences=128)
+    small = dataclasses.replace(small, max_sequences=128, num_threads=2)
     each = 2**20 // 1024 - 32  # two blocks are for padding
     assert expert_kv_positions(small, torch.float32, CPU, 128) == 2 * each
+    torch.set_num_threads(1)
     server = build_server(small)
     try:
+        assert torch.get_num_threads() == 2
         runner = server._drafter._stack.runner
         assert runner.kv.allocator.num_available == 2 * each // 16
         assert server._drafter._stack._prefill_chunk == 64
