@@ -377,7 +377,10 @@ def make_sequence(
             f"the prompt has {len(request.prompt_token_ids)} tokens; "
             f"1 to {settings.max_model_len - 1} can be served"
         )
-    for token_ids in (request.prompt_token_ids, request.output_token_ids):
+    sampling = request.sampling
+    biased = [token for token, _ in sampling.logit_bias]
+    prompt, output = request.prompt_token_ids, request.output_token_ids
+    for token_ids in (prompt, output, sampling.stop_token_ids, biased):
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             raise ValueError(f"a token id is not in the target's vocabulary of {vocab_size}")
     request = with_stop_token_ids(request, special_tokens(tokenizer.backend_tokenizer), vocab_size)

@@ -238,6 +238,15 @@ def test_records_say_what_the_target_said() -> None:
     assert stats_.num_accepted_draft_tokens >= int(hit.sum())
 
 
+@pytest.mark.parametrize("token", [-1, 300])
+def test_a_token_that_the_target_lacks_is_refused_before_it_fails_others(token: int) -> None:
+    engine = make_engine(vocab=300)
+    for fields in ({"stop_token_ids": (token,), "min_tokens": 3}, {"logit_bias": ((token, 1.0),)}):
+        with pytest.raises(ValueError, match="vocabulary of 300"):
+            engine.add(request("r", [5, 6], **fields))
+    assert not engine.has_work
+
+
 def test_prompts_that_do_not_fit_are_refused_and_long_ones_end_at_the_context() -> None:
     engine = make_engine()
     for prompt in ([], [5] * MAX_LEN):
