@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import subprocess
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +31,7 @@ from paceline.actors.speculation.suffix.store import (
 )
 
 LEAST_MATCH, CANDIDATES = 2, 48
+_TOKENS_AT = 5 * 8  # in suffixes.h, behind five integers
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=5)
 
 
@@ -180,6 +185,26 @@ index.extend([*range(3000), *range(9)])
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+
+
+@pytest.mark.parametrize("freed", ["index", "smaller ring"])
+def test_freed_memory_holds_no_tokens(freed: str) -> None:
+    """The process's memory is read, since what is freed may be mapped no more."""
+    index = SuffixIndex(2048)
+    index.extend(range(LEAST_TOKENS))
+    tokens = ctypes.c_void_p.from_address(index._index + _TOKENS_AT).value
+    assert tokens is not None
+    held, sought = bytearray(4 * LEAST_TOKENS), array("i", range(500, 532)).tobytes()
+    with Path("/proc/self/mem").open("rb", buffering=0) as memory:
+        os.preadv(memory.fileno(), [held], tokens)
+        assert sought in held
+        if freed == "index":
+            del index
+        else:
+            index.extend([0])
+        with contextlib.suppress(OSError):
+            os.preadv(memory.fileno(), [held], tokens)
+            assert sought not in held
 
 
 @given(TEXTS, st.data())

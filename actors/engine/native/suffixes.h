@@ -30,6 +30,7 @@ class Suffixes {
   };
 
   explicit Suffixes(int64_t limit) : limit_(limit) { resize(std::min(limit, kFirst)); }
+  ~Suffixes() { resize(0); }  // which blanks the tokens
 
   int64_t end() const { return end_; }
   int64_t tail() const { return tail_; }

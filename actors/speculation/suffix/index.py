@@ -7,6 +7,7 @@ tree, so that the memory is bounded and old tokens are dropped at no cost.
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -117,7 +118,8 @@ def available() -> bool:
     return load_library() is not None
 
 
-def _typed(library: Any) -> Any:
+@functools.cache
+def _typed(library: ctypes.CDLL) -> Any:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     library.suffixes_new.argtypes, library.suffixes_new.restype = [size], pointer
     for name, arguments in (
@@ -128,7 +130,6 @@ def _typed(library: Any) -> Any:
         ("sizes", [pointer, pointer]),
         ("find", [pointer, pointer, size, pointer]),
     ):
-        function = library[f"suffixes_{name}"]
+        function = getattr(library, f"suffixes_{name}")
         function.argtypes, function.restype = arguments, None
-        setattr(library, f"suffixes_{name}", function)
     return library
