@@ -106,7 +106,7 @@ def target_settings(config: PacelineConfig) -> TargetSettings:
         prefix_cache=config.target.prefix_cache is not False,
         numerics=config.target.numerics,
         cuda_graphs=config.target.cuda_graphs,
-        placement=config.drafts.placement,
+        placement=config.drafts.placement if config.experts else "colocated",  # no pool of none
         round_timeout_ms=config.drafts.round_timeout_ms,
         stall_timeout_s=config.target.stall_timeout_s,
         stream_chunks_per_s=config.target.stream_chunks_per_s,

@@ -231,6 +231,16 @@ def test_a_step_learns_from_eight_records_in_parts_that_fit_the_device(
     assert TrainingConfig(**chosen).batches(device) == batches
 
 
+def test_without_drafts_there_is_no_pool() -> None:
+    from paceline.deploy.config.replica_settings import target_settings
+
+    pool = load_config(None, {"drafts.placement": "pool"})
+    none = load_config(None, {"drafts.placement": "pool", "drafts.general": "none"})
+    assert target_settings(pool).placement == "pool"
+    for config in (none, pool.without_drafts()):
+        assert target_settings(config).placement == "colocated"
+
+
 def test_without_drafts_nothing_is_routed_or_trained() -> None:
     config = load_config(None, {"drafts.general": "none"})
     assert config.drafts.experts == ()
