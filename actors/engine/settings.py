@@ -22,7 +22,8 @@ class TargetSettings:
             initial weights, needs no entry.
         heads: folder of Medusa heads per further draft; colocated only.
         dtype: auto, bfloat16, float16 or float32.
-        device: auto, or torch's name.
+        device: auto, cpu or cuda: Ray shows a process the GPUs that it books, and it uses the
+            first.
         num_threads: torch threads of the engine; None is the default for the cores there.
         max_num_seqs: maximum running requests.
         max_model_len: None takes the target's own limit.

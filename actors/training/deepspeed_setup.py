@@ -52,7 +52,7 @@ def prepare_environment(device: str = "auto") -> None:
     import torch
 
     found = "cuda" if torch.cuda.is_available() else "cpu"
-    os.environ["DS_ACCELERATOR"] = found if device == "auto" else device.partition(":")[0]
+    os.environ["DS_ACCELERATOR"] = found if device == "auto" else device
 
 
 def clear_stale_locks() -> int:

@@ -243,15 +243,12 @@ def _check_memory(config: PacelineConfig) -> None:
 
 
 def _check_device(device: str) -> None:
-    if not device.startswith("cuda"):
+    if device != "cuda":
         return
     import torch  # a second of work that only this setting needs
 
-    index = int(device.partition(":")[2] or 0)
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"target.device: {device} is not there ({torch.cuda.device_count()} GPUs are seen)"
-        )
+    if not torch.cuda.is_available():
+        raise ConfigError("target.device: cuda is not there (no GPU is seen)")
 
 
 def _check_pool(config: PacelineConfig) -> None:

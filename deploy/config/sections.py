@@ -25,7 +25,6 @@ MINILM = "minilm"  # the topic head of the package
 AUTO, NO_DRAFTS = "auto", "none"
 _RESERVED_NAMES = (GENERAL, "off", "auto", "error")  # "error" stands for a part in the status
 _ORIGIN = re.compile(r"https?://[^/\s?#@]+")
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def check_name(name: str, kind: str) -> None:
@@ -92,8 +91,10 @@ class TargetConfig(Section):
     @field_validator("device")
     @classmethod
     def _known_device(cls, device: str) -> str:
-        if not _DEVICE.fullmatch(device):
-            raise ValueError(f"{device!r} is none of auto, cpu, cuda, cuda:0 ...")
+        if device not in ("auto", "cpu", "cuda"):
+            raise ValueError(
+                f"{device!r} is none of auto, cpu, cuda; CUDA_VISIBLE_DEVICES chooses among GPUs"
+            )
         return device
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from paceline.actors.training.deepspeed_setup import prepare_environment
         ("auto", False, "cpu"),
         ("auto", True, "cuda"),
         ("cpu", True, "cpu"),
-        ("cuda:0", True, "cuda"),
+        ("cuda", True, "cuda"),
     ],
 )
 def test_deepspeed_computes_where_the_training_does(

@@ -111,6 +111,7 @@ def test_with_a_scope_by_key_every_key_has_every_expert_and_state_of_its_own(
         ("[" * 3000, "not YAML"),
         ("model_name: 2024-13-01", "not YAML"),
         ("target:\n  device: gpu", "target.device: 'gpu' is none of auto, cpu, cuda"),
+        ("target:\n  device: cuda:1", "none of auto, cpu, cuda; CUDA_VISIBLE_DEVICES chooses"),
         (
             "target:\n  failover_timeout_s: 5\n  stall_timeout_s: 5",
             "target: failover_timeout_s (5) must be more than stall_timeout_s (5)",

@@ -263,9 +263,7 @@ def test_a_router_that_knows_some_of_the_topics_is_warned_of(config: PacelineCon
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(config: PacelineConfig) -> None:
-    assert "target.device: cuda:1 is not there" in refusal(
-        changed(config, {"target.device": "cuda:1"})
-    )
+    assert "target.device: cuda is not there" in refusal(changed(config, {"target.device": "cuda"}))
 
 
 def test_a_state_folder_that_cannot_be_written_is_refused(
