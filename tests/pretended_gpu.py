@@ -155,7 +155,7 @@ def pretended_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+        patch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
         patch.setattr(torch.cuda, "mem_get_info", lambda _: (_BYTES, _BYTES))
         patch.setattr(torch.cuda, "synchronize", lambda _: None)
         for name in ("device_name", "current_device_name"):

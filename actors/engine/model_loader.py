@@ -35,7 +35,10 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of auto, {', '.join(_DTYPES)}, not {dtype!r}")
         return _DTYPES[dtype]
-    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else has_bfloat16()
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = has_bfloat16()
     return torch.bfloat16 if native else torch.float32
 
 

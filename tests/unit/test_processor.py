@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +42,19 @@ def test_training_is_in_the_dtype_that_the_processor_is_fast_in(
     assert resolve_dtype("auto", _CPU) == target
     assert training_dtype("auto", _CPU) == training
     assert training_dtype("bfloat16", _CPU) == torch.bfloat16
+
+
+@pytest.mark.parametrize(("major", "dtype"), [(7, torch.float32), (8, torch.bfloat16)])
+def test_a_gpu_that_only_emulates_bfloat16_computes_in_floats(
+    monkeypatch: pytest.MonkeyPatch, major: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
+    assert resolve_dtype("auto", torch.device("cuda")) == dtype
+    assert training_dtype("auto", torch.device("cuda")) == dtype
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])

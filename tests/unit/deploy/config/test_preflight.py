@@ -348,7 +348,7 @@ def test_ranks_on_gpus_need_one_each(
     config: PacelineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda *_: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     check(changed(config, {"training.ranks": 2}))
     assert "training.ranks: 3 ranks" in refusal(changed(config, {"training.ranks": 3}))
