@@ -31,7 +31,7 @@ Tensors = tuple[Tensor, ...]
 Work = Callable[..., Tensors]
 
 _MAX_GRAPHS = 256
-_MAX_RESULT_BYTES = 1 << 28  # of all graphs, in addition to their memory pool
+_RESULT_SHARE = 0.1  # of the free memory, for the results of a decoder's graphs
 _MIN_COLUMNS, _COLUMNS = 4, 16
 _DRAFT_TOKENS = 2  # per row of a draft's forwards behind its prompt
 # Weights of a stack that may all be read although few experts are needed: some 0.1 ms.
@@ -39,7 +39,13 @@ _MAX_DENSE_BYTES = 1 << 28
 
 
 class Capture(Protocol):
-    """Captures what a function does to static tensors."""
+    """Captures what a function does to static tensors.
+
+    Attributes:
+        max_result_bytes: of all captured functions together.
+    """
+
+    max_result_bytes: int
 
     def __call__(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
         """Return a function that replays ``run``, and the tensors that then hold the results.
@@ -61,6 +67,8 @@ class CudaCapture:
     """
 
     def __init__(self) -> None:
+        free, _ = torch.cuda.mem_get_info()
+        self.max_result_bytes = int(free * _RESULT_SHARE)
         self._pool = torch.cuda.graph_pool_handle()
         self._warm_up = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -152,7 +160,7 @@ class _GraphCache:
         if self._capture is None:
             return None
         nbytes = sum(graph.nbytes for graph in self._graphs.values())
-        if len(self._graphs) >= _MAX_GRAPHS or nbytes > _MAX_RESULT_BYTES:
+        if len(self._graphs) >= _MAX_GRAPHS or nbytes > self._capture.max_result_bytes:
             self.clear()  # all, as torch may release with one graph what others still need
         try:
             return _Graph(self._capture, work, inputs)

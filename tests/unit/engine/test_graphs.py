@@ -14,7 +14,12 @@ from rollouts import compare_rollout
 from tiny_models import tiny_llama
 from torch import Tensor
 
-from paceline.actors.engine.cuda_graphs import GraphedDecoder, bucket_columns
+from paceline.actors.engine.cuda_graphs import (
+    CudaCapture,
+    GraphedDecoder,
+    _GraphCache,
+    bucket_columns,
+)
 from paceline.actors.engine.expert_layout import ExpertLayout, dense_layout
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.speculation.profiling import profile_draft
@@ -22,6 +27,8 @@ from paceline.actors.speculation.profiling import profile_draft
 
 class Recorded:
     """A capture that remembers what it was given, and reads the same memory at every replay."""
+
+    max_result_bytes = 1 << 28
 
     def __init__(self) -> None:
         self.captured = self.replayed = self.forgotten = 0
@@ -45,6 +52,8 @@ class Recorded:
 
 class Forgetful:
     """A capture that keeps nothing of what it runs, as CUDA graphs do."""
+
+    max_result_bytes = 1 << 28
 
     def __call__(
         self, run: Callable[[], tuple[Tensor, ...]]
@@ -252,6 +261,28 @@ def test_too_many_graphs_are_dropped_together(monkeypatch: pytest.MonkeyPatch) -
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         assert replayed.decoder.num_graphs <= 2  # type: ignore[attr-defined]
     assert capture.forgotten > 1
+
+
+def test_the_logits_of_large_batches_and_vocabularies_stay_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A share of the free memory holds what 64 rows of 152064 logits alternate between."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    capture = Recorded()
+    capture.max_result_bytes = CudaCapture().max_result_bytes
+    graphs, at = _GraphCache(capture), torch.zeros(1)
+    for _ in range(3):
+        for columns in (16, 32, 64, 128):
+            for width in (1, 2, 5, 9):
+                logits = torch.empty(64, width, 152064, dtype=torch.bfloat16, device="meta")
+                graphs.run((width, columns), lambda _, logits=logits: (logits,), at)
+    assert (capture.captured, capture.forgotten) == (16, 0)
+    capture.max_result_bytes = 1 << 28  # a small device: more than that are dropped together
+    graphs.run((), lambda _: (at,), at)
+    graphs.run((), lambda _: (at,), at)
+    assert (len(graphs), capture.forgotten) == (1, 1)
 
 
 def test_work_that_cannot_be_captured_runs_eagerly() -> None:

@@ -200,6 +200,7 @@ def recorded_by_hand(run: Any) -> Any:
 
 
 recorded_by_hand.reset = lambda: None  # type: ignore[attr-defined]
+recorded_by_hand.max_result_bytes = 1 << 28  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("draft", "target"), SIZES)
