@@ -109,6 +109,7 @@ check: $(STAMPS)/packages
 	ruff check .
 	ruff format --check .
 	mypy -p paceline
+	mypy tests/gpu  # which run on few machines
 	lint-imports
 
 format: setup

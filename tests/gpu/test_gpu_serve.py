@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -47,7 +47,7 @@ def running(
         yield application
 
 
-def ask(running: RunningApp, prompts: list[str], **speculative: object) -> list[dict[str, Any]]:
+def ask(running: RunningApp, prompts: Sequence[str], **speculative: object) -> list[dict[str, Any]]:
     def one(client: httpx.Client, prompt: str) -> dict[str, Any]:
         answer = client.post(
             "/v1/chat/completions",
