@@ -24,8 +24,11 @@ export class Live {
     for (const one of list(status.decisions)) {
       this.decisions.set(`${one.time}|${one.topic}|${one.outcome}|${one.version}`, one);
     }
-    // The generalist comes last.
-    this.experts = Object.keys(object(status.live_drafts)).sort((a, b) => (a === "general") - (b === "general"));
+    const drafts = object(status.live_drafts);
+    if (!drafts.error) { // else those from before
+      // The generalist comes last.
+      this.experts = Object.keys(drafts).sort((a, b) => (a === "general") - (b === "general"));
+    }
     if (!this.experts.length) this.experts = [...this.traffic.topics()].sort();
   }
 

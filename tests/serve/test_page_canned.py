@@ -167,6 +167,15 @@ def test_routing_evaluation_and_shards_are_shown(page: Browser) -> None:
     assert "general: does not answer" in replay
 
 
+def test_experts_stay_when_the_registry_does_not_answer(
+    page: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STATUS, "live_drafts", {"error": "TimeoutError"})
+    page.wait("document.querySelector('[data-topic=sql] .chip') === null")
+    assert count(page, "[data-topic=sql]") == 1
+    assert count(page, "[data-topic=error]") == 0
+
+
 def test_token_sources_have_different_colours(page: Browser) -> None:
     page.value("location.hash = '#playground'")
     kinds = ("accepted", "recovered", "bonus")
