@@ -97,15 +97,18 @@ function visible(text) {
 }
 
 // A greedy or seeded request accepts a draft token if the target chooses the same one.
-function acceptanceProbability({ acceptance_probability: probability, draft, source }) {
+// Of what suffixes drafted, which have no version, the server keeps the rejected secret.
+function acceptanceProbability({ acceptance_probability: probability, weight_version: version, source }) {
   if (probability !== null) return figure(probability, 3);
-  if (draft === null || !["accepted", "recovered"].includes(source)) return null;
-  return source === "accepted" ? "1, greedy or seeded" : "0, greedy or seeded";
+  if (source === "accepted") return "1, greedy or seeded";
+  return source === "recovered" && version !== null ? "0, greedy or seeded" : null;
 }
 
 function describe(entry) {
   const rows = [];
-  if (entry.draft !== null) rows.push(["draft", `${entry.draft}, version ${entry.weight_version}`]);
+  if (entry.draft !== null) {
+    rows.push(["draft", entry.weight_version === null ? entry.draft : `${entry.draft}, version ${entry.weight_version}`]);
+  }
   const probability = acceptanceProbability(entry);
   if (probability !== null) rows.push(["acceptance probability", probability]);
   rows.push(["target probability", figure(entry.target_probability, 3)]);

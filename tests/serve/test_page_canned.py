@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -187,6 +188,37 @@ def test_token_sources_have_different_colours(page: Browser) -> None:
     }
     assert len(colours) == len(kinds)
     page.value("location.hash = '#live'")
+
+
+TIPS = """
+import('./tokens.js').then(({ TokenText }) => {
+  const shown = new TokenText(document.createElement('div')), tip = document.getElementById('tip')
+  shown.add('abc', %s)
+  return shown.entries.map((_, i) => { shown.show(i); return tip.textContent })
+})
+"""
+
+
+def source(kind: str, draft: str, version: int | None, accepted: float | None) -> dict[str, Any]:
+    return {
+        "source": kind, "text_offset": 0, "token": "a", "draft": draft, "weight_version": version,
+        "target_probability": 0.9, "acceptance_probability": accepted, "rejected_token": None,
+    }  # fmt: skip
+
+
+def test_the_tooltip_of_a_suffix_token_tells_no_version_and_no_rejection(page: Browser) -> None:
+    entries = [
+        source("accepted", "suffix", None, 0.8),
+        source("accepted", "suffix", None, None),
+        source("recovered", "suffix", None, None),
+        source("recovered", "sql", 3, None),
+    ]
+    sampled, greedy, rejected, expert = page.value(TIPS % json.dumps(entries))
+    assert "draftsuffixacceptance probability0.800target" in sampled
+    assert "draftsuffixacceptance probability1, greedy or seededtarget" in greedy
+    assert "draftsuffixtarget" in rejected
+    assert "draftsql, version 3acceptance probability0, greedy or seededtarget" in expert
+    page.value("document.getElementById('tip').hidden = true")
 
 
 def test_the_page_has_no_errors_but_the_missing_key(page: Browser) -> None:
