@@ -24,12 +24,21 @@ export class Live {
     for (const one of list(status.decisions)) {
       this.decisions.set(`${one.time}|${one.topic}|${one.outcome}|${one.version}`, one);
     }
+    this.forget();
     const drafts = object(status.live_drafts);
     if (!drafts.error) { // else those from before
       // The generalist comes last.
       this.experts = Object.keys(drafts).sort((a, b) => (a === "general") - (b === "general"));
     }
     if (!this.experts.length) this.experts = [...this.traffic.topics()].sort();
+  }
+
+  // The table shows the last decisions, the charts mark those of their time.
+  forget() {
+    const oldest = this.traffic.now - this.traffic.keep;
+    for (const [key, one] of [...this.decisions].slice(0, -DECISIONS)) {
+      if (one.time < oldest) this.decisions.delete(key);
+    }
   }
 
   draw() {

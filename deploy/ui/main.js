@@ -38,6 +38,7 @@ function askForKey(reason) {
 
 async function poll() {
   const whole = polls % WHOLE_EVERY === 0;
+  if (whole) playground.model = (await getJson("v1/models")).data[0].id; // a restart may rename it
   const since = whole ? 0 : live.traffic.now - PART_S;
   const [status, view] = await Promise.all([
     getJson("v1/paceline/status"), getJson(`v1/paceline/live?since=${since}`),
@@ -62,7 +63,6 @@ async function turn() {
   if (busy || document.hidden) return; // polled again when visible
   busy = true;
   try {
-    if (!polls) playground.model = (await getJson("v1/models")).data[0].id;
     await poll();
   } catch (error) {
     if (error instanceof Unauthorized) {

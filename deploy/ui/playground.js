@@ -70,7 +70,7 @@ class Pane {
   }
 
   render() {
-    const counts = this.tokens.counts(), total = this.tokens.entries.length;
+    const { counts } = this.tokens, total = this.tokens.entries.length;
     const rate = this.rate();
     this.speed.textContent = rate === null ? "" : `${figure(rate, 0)} tokens/s`;
     const parts = Object.entries(counts).filter(([, number]) => number).map(([kind, number]) => (

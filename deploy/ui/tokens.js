@@ -25,6 +25,7 @@ export class TokenText {
     this.characters = []; // code points: the server counts offsets in them
     this.entries = [];
     this.spans = [];
+    this.counts = { accepted: 0, recovered: 0, bonus: 0, forced: 0, plain: 0 };
     this.at = -1;
     this.host.replaceChildren();
   }
@@ -39,6 +40,7 @@ export class TokenText {
     for (const entry of entries) {
       const span = el("span", { class: `tok ${entry.source}` });
       this.entries.push(entry);
+      this.counts[entry.source] += 1;
       this.spans.push(span);
       this.host.append(span);
     }
@@ -57,12 +59,6 @@ export class TokenText {
   finish() {
     const last = this.spans.at(-1);
     if (last && !last.textContent) last.classList.add("end");
-  }
-
-  counts() {
-    const counts = { accepted: 0, recovered: 0, bonus: 0, forced: 0, plain: 0 };
-    for (const { source } of this.entries) counts[source] += 1;
-    return counts;
   }
 
   point(target) {

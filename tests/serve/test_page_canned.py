@@ -68,6 +68,7 @@ STATUS: dict[str, Any] = {
         "general": {"error": "ActorDiedError"},
     },
 }  # fmt: skip
+MODELS: dict[str, Any] = {"data": [{"id": "paceline"}]}
 LIVE: dict[str, Any] = {
     "replica": "r", "now": NOW, "bucket_s": 5.0, "keep_s": 900.0,
     "columns": ["at", "topic", "draft", "requests", "tokens", "rounds", "drafted", "accepted"],
@@ -84,7 +85,7 @@ def address() -> Iterator[str]:
     """The page over answers that need a key."""
     api = FastAPI()
     add_page(api)
-    answers = {"status": STATUS, "live": LIVE, "models": {"data": [{"id": "paceline"}]}}
+    answers = {"status": STATUS, "live": LIVE, "models": MODELS}
 
     @api.get("/v1/{path:path}")
     async def answer(path: str, request: Request) -> Response:
@@ -219,6 +220,46 @@ def test_the_tooltip_of_a_suffix_token_tells_no_version_and_no_rejection(page: B
     assert "draftsuffixtarget" in rejected
     assert "draftsql, version 3acceptance probability0, greedy or seededtarget" in expert
     page.value("document.getElementById('tip').hidden = true")
+
+
+def test_a_renamed_model_is_noticed(page: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert text(page, "#server").startswith("paceline, ")
+    monkeypatch.setitem(MODELS, "data", [{"id": "other"}])
+    page.wait("document.getElementById('server').textContent.startsWith('other, ')")
+
+
+WEEK = """
+import('./live.js').then(({ Live }) => {
+  const live = new Live(), view = %s
+  for (let hour = 0; hour < 24 * 7; hour++) {
+    view.now += 3600
+    const decisions = Array.from({ length: 60 }, (_, i) => (
+      { time: view.now - 60 * (60 - i), topic: 'sql', outcome: 'rejected', version: 1 }))
+    live.take({ decisions }, view, true)
+  }
+  return live.decisions.size
+})
+"""
+
+
+def test_decisions_of_long_ago_are_forgotten(page: Browser) -> None:
+    assert page.value(WEEK % json.dumps(LIVE)) == 60
+
+
+def test_tokens_are_counted_as_they_come(page: Browser) -> None:
+    counts = """
+    import('./tokens.js').then(({ TokenText }) => {
+      const shown = new TokenText(document.createElement('div'))
+      const add = (source) => shown.add('a', [{ source, text_offset: 0 }])
+      for (const source of ['plain', 'accepted', 'plain']) add(source)
+      const before = shown.counts
+      shown.clear()
+      return [before, shown.counts]
+    })
+    """
+    before, cleared = page.value(counts)
+    assert before == {"accepted": 1, "recovered": 0, "bonus": 0, "forced": 0, "plain": 2}
+    assert set(cleared.values()) == {0}
 
 
 def test_the_page_has_no_errors_but_the_missing_key(page: Browser) -> None:
