@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
 _POLL_S = 0.2
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise typer.BadParameter("must be finite")
+    return value
+
 
 Dtype = Literal["auto", "bfloat16", "float32", "float16"]
 ConfigFile = Annotated[
@@ -219,7 +227,9 @@ def draft_make(
         Path | None,
         typer.Option(help="Folder (default: that of drafts.general: auto)", show_default=False),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.0, help="Of generation and training")] = 60.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.0, callback=_finite, help="Of generation and training")
+    ] = 60.0,
     seed: Annotated[int, typer.Option(help="Of prompts, answers and order")] = 0,
     layers: Annotated[int, typer.Option(min=1, help="Of the draft")] = 1,
 ) -> int:
@@ -245,7 +255,9 @@ def draft_make(
 
 @app.command()
 def demo(
-    minutes: Annotated[float, typer.Option(help="Length of the whole demo")] = 9.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.0, callback=_finite, help="Length of the whole demo")
+    ] = 9.0,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals")] = 0,
     port: Annotated[
         int, typer.Option(help="To serve on (default: a free one)", show_default=False)

@@ -159,6 +159,25 @@ def test_a_target_that_cannot_be_fetched_is_one_line_and_2(
     assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [["demo"], ["draft", "make"]])
+@pytest.mark.parametrize("minutes", ["nan", "inf", "-1"])
+def test_a_length_that_is_none_is_one_line_and_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    minutes: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, "--minutes", minutes]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("paceline: ")
+    assert "--minutes" in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     name, number = capsys.readouterr().out.split()
