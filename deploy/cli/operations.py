@@ -27,6 +27,17 @@ Echo = Callable[[str], None]
 
 KEY_VARIABLE = "PACELINE_API_KEY"
 _STATUS, _TOPICS = "/v1/paceline/status", "/v1/paceline/topics"
+_ROLLBACK, _PURGE = "/v1/paceline/rollback", "/v1/paceline/replay/purge"
+_DRAIN = "/v1/paceline/drain"
+# Fields of the answers that are read here: another service may answer with any JSON.
+_FIELDS = {
+    ("GET", _STATUS): {"target", "scheduler", "live_drafts"},
+    ("GET", _TOPICS): {"data"},
+    ("POST", _TOPICS): {"name", "weight_version"},
+    ("POST", _ROLLBACK): {"weight_version"},
+    ("POST", _PURGE): {"removed"},
+    ("POST", _DRAIN): {"running", "waiting"},
+}
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _POLL_S, _TOPIC_POLL_S = 1.0, 0.5
 # Requests admitted a moment ago are not reported yet, and a restarted scheduler has no reports.
@@ -49,11 +60,11 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
         CallError: the server refuses, or (NoAnswerError) does not answer.
     """
     key = os.environ.get(KEY_VARIABLE, "").strip()
-    headers = {b"Authorization": b"Bearer " + key.encode()} if key else {}
     try:
+        headers = {b"Authorization": b"Bearer " + key.encode()} if key else {}
         address = url.rstrip("/") + path
         answer = httpx.request(method, address, json=body, headers=headers, timeout=timeout_s)
-    except httpx.LocalProtocolError as error:  # its text is the key's
+    except (httpx.LocalProtocolError, UnicodeEncodeError) as error:  # its text is the key's
         raise CallError(f"{KEY_VARIABLE}: no valid key") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise NoAnswerError(f"{url} does not answer: {error}") from error
@@ -68,6 +79,8 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
         fault = fault if isinstance(fault, dict) else {}
         message = str(fault.get("message") or f"{url} answers {answer.status_code}")
         raise CallError(message, fault.get("code"))
+    if not isinstance(content, dict) or not _FIELDS[method, path] <= content.keys():
+        raise CallError(f"{url} is no Paceline server")
     return content
 
 
@@ -103,7 +116,7 @@ def roll_back(
     order = {"topic": topic, "version": version, "expected": expected}
     for attempt in range(_ATTEMPTS):
         try:
-            answer = call(url, "POST", "/v1/paceline/rollback", order)
+            answer = call(url, "POST", _ROLLBACK, order)
         except CallError as error:
             lost = isinstance(error, NoAnswerError) or error.code == UNKNOWN_OUTCOME
             if not lost and not (attempt and error.code == VERSION_CHANGED):
@@ -178,7 +191,7 @@ def purge(url: str, topic: str | None, request_id: str | None, echo: Echo) -> bo
         CallError: the server does not answer, or refuses.
     """
     order = {"topic": topic, "request_id": request_id}
-    answer = call(url, "POST", "/v1/paceline/replay/purge", order, _SEVERAL_PARTS_S)
+    answer = call(url, "POST", _PURGE, order, _SEVERAL_PARTS_S)
     removed = answer["removed"]
     for name, count in removed.items():
         echo(f"{name}: {'does not answer, try again' if count is None else f'{count} removed'}")
@@ -203,7 +216,7 @@ def drain(url: str, echo: Echo, *, on: bool = True, wait_s: float = 600.0) -> bo
     deadline, quiet, started, said = time.monotonic() + wait_s, 0, False, ""
     while True:  # repeated: a restarted trainer scheduler has forgotten the drain
         try:
-            state = call(url, "POST", "/v1/paceline/drain", {"on": on})
+            state = call(url, "POST", _DRAIN, {"on": on})
         except CallError as error:
             if not (on and started) or time.monotonic() > deadline:
                 raise

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,8 @@ def answering(status: int, body: bytes) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
+        do_POST = do_GET  # noqa: N815 (the name is its parent's)
+
         def log_message(self, *_: object) -> None:
             pass
 
@@ -78,8 +82,33 @@ def test_an_error_of_another_shape_is_a_line(body: bytes) -> None:
         operations_command.call(url, "GET", "/v1/paceline/status")
 
 
-def test_a_key_that_is_none_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACELINE_API_KEY", "sec\nret")
+@pytest.mark.parametrize("body", [b"[1]", b"null", b'"text"', b"{}", b'{"status": "ok"}'])
+@pytest.mark.parametrize(
+    "words",
+    [["status"], ["topics"], ["rollback", "sql"], ["rollback", "sql", "--expect", "3"],
+     ["replay", "purge", "--all"], ["drain"], ["drain", "--off"]],
+)  # fmt: skip
+def test_another_service_is_named_in_one_line(
+    words: list[str], body: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(200, body) as url:
+        assert main([*words, "--url", url]) == 1
+    assert "".join(capsys.readouterr()) == f"paceline: {url} is no Paceline server\n"
+
+
+def test_a_topic_is_not_added_to_another_service(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "law").write_text("a prompt")
+    with answering(200, b"{}") as url:
+        words = ["topics", "add", "law", "--examples", str(tmp_path / "law")]
+        assert main([*words, "--url", url]) == 1
+    assert capsys.readouterr().err == f"paceline: {url} is no Paceline server\n"
+
+
+@pytest.mark.parametrize("key", ["sec\nret", os.fsdecode(b"sec\xffret")])
+def test_a_key_that_is_none_is_not_printed(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", key)
     with answering(200, b"{}") as url, pytest.raises(CallError) as caught:
         operations_command.call(url, "GET", "/v1/paceline/status")
     assert str(caught.value) == "PACELINE_API_KEY: no valid key"
