@@ -10,6 +10,7 @@ from paceline.actors.cores import available_cores, default_threads
 DraftPlacement = Literal["colocated", "pool"]
 Numerics = Literal["auto", "invariant"]
 SuffixSource = Literal["off", "request", "topic"]
+MAX_SPECULATIVE_TOKENS = 32  # per round
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class EngineSettings:
     prefill_chunk: int
     eos_token_ids: frozenset[int]
     prefix_cache: bool = True
-    max_speculative_tokens: int = 32
+    max_speculative_tokens: int = MAX_SPECULATIVE_TOKENS
     replay_branches: bool = False
     canary_share: float = 0.0
     record_hidden: bool = False

@@ -19,6 +19,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from paceline.actors.engine.settings import MAX_SPECULATIVE_TOKENS
+
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MAX = 2**31 - 1
 MAX_PROMPTS = 128
@@ -96,7 +98,7 @@ class Speculative(RequestModel):
     """
 
     draft: Annotated[str, null_as("auto")] = "auto"
-    num_speculative_tokens: Annotated[int, Field(ge=0, le=32)] | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_SPECULATIVE_TOKENS)] | None = None
 
 
 class StructuredOutputs(RequestModel):

@@ -7,7 +7,11 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from paceline.actors.engine.settings import DraftPlacement, SuffixSource
+from paceline.actors.engine.settings import (
+    MAX_SPECULATIVE_TOKENS,
+    DraftPlacement,
+    SuffixSource,
+)
 from paceline.actors.general import GENERAL
 from paceline.actors.replay.table import Remover, Sampler
 from paceline.actors.speculation.pool.draft_ahead import DraftAheadMode
@@ -37,7 +41,6 @@ def check_name(name: str, kind: str) -> None:
         raise ValueError(f"{name!r} cannot be the name of a {kind}")
 
 
-_MAX_TOKENS = 32  # per round
 _STEP_RECORDS, _GPU_RECORDS = 8, 4  # per optimizer step, and per micro-step on GPUs
 
 
@@ -138,7 +141,7 @@ class DraftsConfig(Section):
     topics: tuple[str, ...] = ("math", "code", "sql", "shell")
     paths: dict[str, str] = Field(default_factory=dict)
     num_speculative_tokens: Literal["auto"] | int = "auto"
-    max_speculative_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] = 8
+    max_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)] = 8
     top_k: Count = 64
     suffix: SuffixSource = "topic"
     placement: DraftPlacement = "colocated"
@@ -165,8 +168,10 @@ class DraftsConfig(Section):
     def _auto_or_number(cls, tokens: object) -> object:
         # Not a union of constraints: its errors would name the branches.
         number = isinstance(tokens, int) and not isinstance(tokens, bool)
-        if tokens != "auto" and not (number and 0 <= int(str(tokens)) <= _MAX_TOKENS):
-            raise ValueError(f"{tokens!r} is neither auto nor a number from 0 to {_MAX_TOKENS}")
+        if tokens != "auto" and not (number and 0 <= int(str(tokens)) <= MAX_SPECULATIVE_TOKENS):
+            raise ValueError(
+                f"{tokens!r} is neither auto nor a number from 0 to {MAX_SPECULATIVE_TOKENS}"
+            )
         return tokens
 
     @field_validator("topics")

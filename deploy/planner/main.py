@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from paceline.actors.engine.settings import MAX_SPECULATIVE_TOKENS
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.planner.models import read_shape
 from paceline.deploy.planner.roofline import (
@@ -58,7 +59,7 @@ def plan(
     context: Annotated[int, typer.Option(min=1, help="Cached tokens of a request")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Concurrent requests")] = 1,
     acceptance: Annotated[float, typer.Option(help="Per draft token, 0 to 1")] = 0.7,
-    max_speculative_tokens: Annotated[int, typer.Option(min=1)] = 8,
+    max_speculative_tokens: Annotated[int, typer.Option(min=1, max=MAX_SPECULATIVE_TOKENS)] = 8,
     compare_tokens: Annotated[int, typer.Option(min=1)] = 10,
     largest_batch: Annotated[
         int, typer.Option(min=1, help="Largest batch of the search for the break-even")

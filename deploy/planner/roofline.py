@@ -49,16 +49,20 @@ class Hardware:
         """Validate.
 
         Raises:
-            ConfigError: for a rate that is not positive, a negative time, or several
-                accelerators without a link between them.
+            ConfigError: for a rate or a memory that is not positive and finite, a time that is
+                negative or not finite, or several accelerators without a link between them.
         """
-        if not (self.bandwidth > 0.0 and self.flops > 0.0):
-            raise ConfigError(f"{self.name}: memory bandwidth and FLOP/s must be positive")
-        if self.overhead_s < 0.0 or self.reduce_latency_s < 0.0:
-            raise ConfigError(f"{self.name}: overheads must not be negative")
+        rates = self.bandwidth, self.flops, self.memory_bytes, self.interconnect
+        if not all(rate is None or 0.0 < rate < math.inf for rate in rates):
+            raise ConfigError(
+                f"{self.name}: memory, its bandwidth, FLOP/s and the interconnect's bandwidth must "
+                "be positive and finite"
+            )
+        if not (0.0 <= self.overhead_s < math.inf and 0.0 <= self.reduce_latency_s < math.inf):
+            raise ConfigError(f"{self.name}: overheads must be finite and not negative")
         if self.tensor_parallel < 1:
             raise ConfigError("tensor parallel degree must be at least 1")
-        if self.tensor_parallel > 1 and not (self.interconnect or 0.0) > 0.0:
+        if self.tensor_parallel > 1 and self.interconnect is None:
             raise ConfigError(
                 f"{self.name}: tensor parallelism needs the interconnect's bandwidth "
                 "(--interconnect-gbs)"

@@ -87,6 +87,13 @@ def test_measured_steps_name_the_machine(
         ([], "give --hardware, or --steps, or --bandwidth-gbs and --tflops"),
         (["--bandwidth-gbs", "100"], "give --hardware"),
         (["--bandwidth-gbs", "0", "--tflops", "1"], "must be positive"),
+        (["--bandwidth-gbs", "inf", "--tflops", "1"], "must be positive and finite"),
+        (["--hardware", "h100", "--memory-gb", "nan"], "must be positive and finite"),
+        (["--hardware", "h100", "--overhead-us", "inf"], "must be finite and not negative"),
+        (
+            ["--hardware", "h100", "--max-speculative-tokens", "33"],
+            "'--max-speculative-tokens': Input should be less than or equal to 32",
+        ),
         (["--hardware", "b300"], "'--hardware': Value error, 'b300' is not one of"),
         (
             ["--hardware", "h100", "--batch", "0"],
