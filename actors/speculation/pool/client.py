@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline.actors.speculation.pool.circuit_breaker import CircuitBreaker
 from paceline.actors.speculation.pool.connection import Connection
-from paceline.actors.speculation.pool.hidden_states import RowReader, num_states
+from paceline.actors.speculation.pool.hidden_states import RowReader, num_states, state_bytes
 from paceline.actors.speculation.pool.messages import (
     DraftRequest,
     DraftRequestRow,
@@ -25,8 +25,8 @@ from paceline.actors.speculation.pool.messages import (
 from paceline.actors.speculation.proposer import DraftRow
 
 _MAX_ROUND_TRIPS = 512
-# Hidden states in one request: a long prompt's are several megabytes, and travel in parts.
-_MAX_STATES = 2048
+# Hidden states in one request: a long prompt's are many megabytes, and travel in parts.
+_MAX_STATE_BYTES = 1 << 23
 
 
 class ExpertStats(TypedDict):
@@ -154,7 +154,8 @@ class ExpertClient:
         """
         assert self.connection is not None
         read = read_states if self._hidden_size else None
-        request_rows, left = [], _MAX_STATES
+        request_rows = []
+        left = 0 if read is None else _MAX_STATE_BYTES // state_bytes(self._hidden_size)
         for row in rows:
             start = self._num_sent.get(row.request_id, 0)
             stop = len(row.tokens) if read is None else min(len(row.tokens), start + left)

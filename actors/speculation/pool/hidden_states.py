@@ -22,6 +22,11 @@ def num_states(num_cached_tokens: int, num_tokens: int) -> int:
     return num_tokens if num_cached_tokens else max(num_tokens - 1, 0)
 
 
+def state_bytes(hidden_size: int) -> int:
+    """Bytes of one state as it travels, see `to_bytes`."""
+    return 2 * hidden_size
+
+
 def to_bytes(states: Tensor) -> bytes:
     """Hidden states ``[n, H]`` of any device and dtype as bfloat16 bytes."""
     return states.to("cpu", torch.bfloat16).contiguous().view(torch.uint16).numpy().tobytes()
@@ -42,7 +47,7 @@ class ReceivedStates:
 
     def fits(self, data: bytes, count: int) -> bool:
         """Whether data are so many states."""
-        return len(data) == count * self.hidden_size * 2
+        return len(data) == count * state_bytes(self.hidden_size)
 
     def extend(self, key: str, data: bytes) -> None:
         """Append states to a sequence's."""

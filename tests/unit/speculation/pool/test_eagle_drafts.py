@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,16 @@ from paceline.actors.engine.request import GenerationRequest
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.pool import client as client_module
 from paceline.actors.speculation.pool.build import build_server
-from paceline.actors.speculation.pool.connection import connect
+from paceline.actors.speculation.pool.client import ExpertClient
+from paceline.actors.speculation.pool.connection import MAX_FRAME_BYTES, connect
 from paceline.actors.speculation.pool.hidden_states import ReceivedStates, num_states, to_bytes
-from paceline.actors.speculation.pool.messages import DraftRequest, DraftRequestRow
+from paceline.actors.speculation.pool.messages import (
+    DraftRequest,
+    DraftRequestRow,
+    Message,
+    Welcome,
+    encode,
+)
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.pool.server import ExpertServer
 from paceline.actors.speculation.pool.settings import ExpertSettings
@@ -125,13 +133,23 @@ def test_long_prompts_travel_in_parts(
     settings: TargetSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = texts(build_engine(settings)[0], asked(num_speculative_tokens=0))
-    monkeypatch.setattr(client_module, "_MAX_STATES", 9)
+    monkeypatch.setattr(client_module, "_MAX_STATE_BYTES", 9 * 2 * 32)
     with pooled(settings) as (engine, proposer, servers):
         found = run(engine, asked())
         assert {name: tokens_of(outputs) for name, outputs in found.items()} == plain
         assert all(facts["lost"] == facts["sent_again"] == 0 for facts in proposer.stats().values())
         assert all(server._drafter.failures == 0 for server in servers.values())
     assert all(outputs[-1].chunk.speculative.num_draft_tokens for outputs in found.values())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("hidden", [2048, 16384])
+def test_states_of_a_long_prompt_fit_into_a_frame(hidden: int) -> None:
+    sent: list[Message] = []
+    client = ExpertClient("a")
+    client.connect(SimpleNamespace(send=sent.append), Welcome(1, {}, hidden))  # type: ignore[arg-type]
+    row = DraftRow("r", "a", [5] * 3000, 0, 1, asked()[0].sampling)
+    client.request(1, [row], False, 0.0, lambda _, start, stop: bytes(2 * hidden * (stop - start)))
+    assert 2**22 < len(encode(sent[0])) < MAX_FRAME_BYTES // 2
 
 
 def test_a_server_that_has_forgotten_everything_is_sent_it_again(settings: TargetSettings) -> None:
