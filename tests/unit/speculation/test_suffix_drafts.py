@@ -6,11 +6,12 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from distributions import chi_square, law_of_tokens
 from engines import TOKENIZER, engine_of, request, run, served, tokens_of
 from grammars import json_grammar
@@ -465,3 +466,19 @@ def test_each_row_verifies_what_pays_by_itself(
         assert goodput(chosen) >= 0.93 * best
     if chosen:
         assert all(0 < n < len(expected[i]) for i, n in chosen.items())
+
+
+@pytest.mark.parametrize("tokens", [{0: [5, 6, 7]}, {2: [4], 0: [8, 9]}])
+def test_alone_they_make_the_proposal_that_they_make_beside_padding(
+    tokens: dict[int, list[int]],
+) -> None:
+    whole, parts = torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, 1)
+    padding = Proposal(whole, whole[:, 0], parts, whole[..., None], parts[..., None])
+    found = Proposal.empty(3, torch.device("cpu")).with_suffixes(tokens)
+    expected = padding.with_suffixes(tokens)
+    for field in fields(Proposal):
+        own, other = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(other, torch.Tensor):
+            assert own.dtype == other.dtype
+            own, other = own.tolist(), other.tolist()
+        assert own == other
