@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -31,7 +32,7 @@ Tensors = tuple[Tensor, ...]
 Work = Callable[..., Tensors]
 
 _MAX_GRAPHS = 256
-_RESULT_SHARE = 0.1  # of the free memory, for the results of a decoder's graphs
+_RESULT_SHARE = 0.1  # of what is free at the first capture, for the results of a decoder's graphs
 _MIN_COLUMNS, _COLUMNS = 4, 16
 _DRAFT_TOKENS = 2  # per row of a draft's forwards behind its prompt
 # Weights of a stack that may all be read although few experts are needed: some 0.1 ms.
@@ -39,13 +40,12 @@ _MAX_DENSE_BYTES = 1 << 28
 
 
 class Capture(Protocol):
-    """Captures what a function does to static tensors.
+    """Captures what a function does to static tensors."""
 
-    Attributes:
-        max_result_bytes: of all captured functions together.
-    """
-
-    max_result_bytes: int
+    @property
+    def max_result_bytes(self) -> int:
+        """Of all captured functions together."""
+        ...
 
     def __call__(self, run: Callable[[], Tensors]) -> tuple[Callable[[], None], Tensors]:
         """Return a function that replays ``run``, and the tensors that then hold the results.
@@ -67,11 +67,15 @@ class CudaCapture:
     """
 
     def __init__(self) -> None:
-        free, _ = torch.cuda.mem_get_info()
-        self.max_result_bytes = int(free * _RESULT_SHARE)
         self._pool = torch.cuda.graph_pool_handle()
         self._warm_up = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    @cached_property
+    def max_result_bytes(self) -> int:
+        """See Capture; asked for first when caches and drafts have their memory."""
+        free, _ = torch.cuda.mem_get_info()
+        return int(free * _RESULT_SHARE)
 
     def reset(self) -> None:
         """Start a new pool; torch has released the old one with its last graph."""

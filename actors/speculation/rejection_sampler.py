@@ -147,7 +147,7 @@ class Proposal:
         at = [(i, kept[i] + j, token) for i, row in forced.items() for j, token in enumerate(row)]
         if lengths == counts and not at:
             return self
-        if not self.token_ids.shape[1]:  # as in most rounds: a sixth of the time below
+        if not self.token_ids.shape[1]:  # as in most rounds, in a sixth of the time
             return self._of_known([list(forced.get(i, ())) for i in range(len(counts))])
 
         def widen(part: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class Proposal:
         )
 
     def _of_known(self, tokens: Sequence[Sequence[int]]) -> Proposal:
-        """Draft these tokens of each row, all of them forced, in place of nothing."""
+        """Draft these tokens of each row, which all count as forced, where there are no others."""
         lengths, device = [len(row) for row in tokens], self.token_ids.device
         behind = [max(lengths) - n for n in lengths]
         pairs = list(zip(tokens, behind, strict=True))

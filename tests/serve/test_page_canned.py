@@ -207,7 +207,7 @@ def source(kind: str, draft: str, version: int | None, accepted: float | None) -
     }  # fmt: skip
 
 
-def test_the_tooltip_of_a_suffix_token_tells_no_version_and_no_rejection(page: Browser) -> None:
+def test_the_tooltip_of_a_suffix_token_shows_no_version_and_no_rejection(page: Browser) -> None:
     entries = [
         source("accepted", "suffix", None, 0.8),
         source("accepted", "suffix", None, None),

@@ -18,10 +18,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ _FLAGS = (
 _FLAGS_OF_VENDOR = {"GenuineIntel": ("-DPACELINE_MULTIPLY_ADDS",)}  # see products.h
 _FLAGS_OF_TILES = ("-DPACELINE_TILES_ALLOWED",)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_TIMEOUT_S = 600  # of the compiler; others that wait for the same library compile nothing
+_TIMEOUT_S = 600  # of a start, for compiling and for waiting until another process has compiled
+_POLL_S = 0.1
 
 
 class _Weight(ctypes.Structure):
@@ -795,28 +797,45 @@ def _build(place: Path, flags: Sequence[str]) -> ctypes.CDLL:
     """Compile the kernels unless another process does so, and load them.
 
     Raises:
-        OSError: the folder cannot be written, or what is in it not be loaded.
-        RuntimeError: there is no compiler, or it fails.
+        OSError: the folder cannot be written, or the library in it cannot be loaded.
+        RuntimeError: there is no compiler, it fails, or another process compiles for too long.
         subprocess.TimeoutExpired: it takes too long.
     """
+    deadline = time.monotonic() + _TIMEOUT_S
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_suffix(".lock").open("ab") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks: each process compiles
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        _acquire(lock, deadline)
         with contextlib.suppress(OSError):  # built by another process in the meantime
             return ctypes.CDLL(str(place))
-        replace_file(place, lambda output: _compile(output, flags))
+        replace_file(place, lambda output: _compile(output, flags, deadline))
     return ctypes.CDLL(str(place))
 
 
-def _compile(output: Path, flags: Sequence[str]) -> None:
+def _acquire(lock: IO[bytes], deadline: float) -> None:
+    """Wait until no other process compiles, or until a monotonic time.
+
+    Raises:
+        RuntimeError: it is over.
+    """
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise RuntimeError("another process compiles for too long") from None
+            time.sleep(_POLL_S)
+        except OSError:  # a file system without locks: each process compiles
+            return
+
+
+def _compile(output: Path, flags: Sequence[str], deadline: float) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise RuntimeError("no C++ compiler on PATH")
     command = [compiler, *flags, str(_SOURCE), "-o", str(output)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0) as process:
         try:
-            _, errors = process.communicate(timeout=_TIMEOUT_S)
+            _, errors = process.communicate(timeout=max(deadline - time.monotonic(), 0.0))
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # its children compile, and would go on
             raise

@@ -267,11 +267,12 @@ def test_the_logits_of_large_batches_and_vocabularies_stay_captured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A share of the free memory holds what 64 rows of 152064 logits alternate between."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "Stream", object)
+    before_the_cache = CudaCapture()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 << 30, 80 << 30))
     capture = Recorded()
-    capture.max_result_bytes = CudaCapture().max_result_bytes
+    capture.max_result_bytes = before_the_cache.max_result_bytes
     graphs, at = _GraphCache(capture), torch.zeros(1)
     for _ in range(3):
         for columns in (16, 32, 64, 128):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,6 +70,17 @@ def test_a_compiler_that_takes_too_long_ends_with_its_children(
     assert load() is None
     pids = compiler.calls.read_text().split()
     wait_until(lambda: all(map(has_ended, pids)), "the compiler's end", 10.0)
+
+
+def test_starts_that_wait_for_a_compiler_that_hangs_end_with_it(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_TIMEOUT_S", 2.0)
+    compiler.does("exec sleep 100")
+    began = time.monotonic()
+    with ThreadPoolExecutor(4) as threads:
+        assert not any(threads.map(lambda _: load(), range(4)))
+    assert time.monotonic() - began < 6.0  # one after the other takes eight
 
 
 def test_a_broken_library_is_built_again(compiler: Compiler) -> None:
