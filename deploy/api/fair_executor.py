@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -21,17 +22,34 @@ class FairExecutor:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
+        # Acquired by running work: what waits is not at a thread yet, so that it can be given up.
+        self._idle = asyncio.Semaphore(num_threads)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client
 
-    async def run(self, client: str, work: Callable[[], ResultT]) -> ResultT:
+    async def run(
+        self, client: str, work: Callable[[], ResultT], release: Callable[[], None] = lambda: None
+    ) -> ResultT:
         """Return the result of work on a thread, after the client's earlier work.
+
+        If the caller is cancelled, work that runs already is still the client's until it ends;
+        other work is given up.
 
         Args:
             client: see `client_key`.
             work: is run once.
+            release: is called when the work has ended, or is given up.
         """
-        async with self._turns.setdefault(client, asyncio.Lock()):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        with ExitStack() as held:
+            held.callback(release)
+            turn = self._turns.setdefault(client, asyncio.Lock())
+            await turn.acquire()
+            held.callback(turn.release)
+            await self._idle.acquire()
+            held.callback(self._idle.release)
+            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            until_end = held.pop_all()
+            running.add_done_callback(lambda _: until_end.close())
+        return await asyncio.shield(running)
 
     def close(self, last: Callable[[], None]) -> None:
         """Wait for all work, run ``last`` on a thread, and end the threads."""

@@ -110,11 +110,7 @@ class BodyWorkers:
         """
         if size <= _LARGE_BODY_BYTES:
             return work()
-        release = self._limiter.acquire(1, client)
-        try:
-            return await self._executor.run(client, work)
-        finally:
-            release()
+        return await self._executor.run(client, work, self._limiter.acquire(1, client))
 
 
 class RequestParser:

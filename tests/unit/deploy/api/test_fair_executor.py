@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -54,5 +56,63 @@ def test_large_bodies_count_as_sequences_until_they_are_read() -> None:
             may_end.set()
             assert all(await asyncio.gather(*waiting))
         assert limiter.running == 0
+
+    asyncio.run(ask())
+
+
+def test_what_runs_for_a_client_that_has_gone_counts_until_it_ends() -> None:
+    limiter, may_end, large = ConcurrencyLimiter(9, per_client=2), threading.Event(), 2**20
+    workers, began = BodyWorkers(limiter), threading.Semaphore(0)
+
+    def slow() -> bool:
+        began.release()
+        return may_end.wait(10)
+
+    async def ask() -> None:
+        first, second = (asyncio.ensure_future(workers.run("hog", large, slow)) for _ in "ab")
+        await asyncio.sleep(0)
+        assert began.acquire(timeout=5)
+        try:
+            first.cancel()
+            await asyncio.wait([first])
+            assert first.cancelled()  # its request need not wait
+            with pytest.raises(ApiError) as refused:
+                await workers.run("hog", large, slow)
+            assert refused.value.status == 429
+            assert not began.acquire(timeout=0.1)  # the second has no thread meanwhile
+            second.cancel()
+            await asyncio.wait([second])
+            assert limiter.running == 1
+        finally:
+            may_end.set()
+        assert await asyncio.wait_for(workers.run("hog", large, lambda: 7), 5) == 7
+        assert limiter.running == 0
+        assert not began.acquire(timeout=0.1)  # what was given up never runs
+
+    asyncio.run(ask())
+
+
+def test_what_waits_for_a_thread_is_freed_when_its_client_goes() -> None:
+    executor, may_end = FairExecutor(1, "test"), threading.Event()
+
+    async def ask() -> None:
+        hog = asyncio.ensure_future(executor.run("hog", lambda: may_end.wait(10)))
+        await asyncio.sleep(0)
+
+        def work() -> None:
+            pytest.fail("it was given up")
+
+        body = weakref.ref(work)
+        waiting = asyncio.ensure_future(executor.run("other", work))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        del work, waiting
+        gc.collect()
+        try:
+            assert body() is None
+        finally:
+            may_end.set()
+            assert await hog
 
     asyncio.run(ask())
