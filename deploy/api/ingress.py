@@ -392,7 +392,13 @@ class Ingress:
     async def _all_admitted(self) -> int:
         """Those of all ingress replicas."""
         here = serve.get_replica_context()
-        replicas = serve.get_deployment_handle(here.deployment, here.app_name)
+        replicas = serve.get_deployment_handle(
+            here.deployment,
+            here.app_name,
+            # Either would block the event loop on a call to another process.
+            _check_exists=False,
+            _record_telemetry=False,
+        )
         return await _total(replicas.broadcast("admitted"))
 
     async def openapi(self) -> Response:

@@ -377,9 +377,15 @@ def test_a_drain_waits_for_what_any_ingress_replica_has_admitted(
         async def _fetch_replica_results_async(self) -> list[Any]:
             return [SimpleNamespace(get_async=partial(asyncio.sleep, 0, n)) for n in replicas]
 
+    def handle(*_: str, _check_exists: bool = True, _record_telemetry: bool = True) -> Replicas:
+        # Each asks another process, and blocks the event loop.
+        assert not _check_exists
+        assert not _record_telemetry
+        return Replicas()
+
     here = SimpleNamespace(deployment="ingress", app_name="paceline")
     monkeypatch.setattr(serve, "get_replica_context", lambda: here)
-    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: Replicas())
+    monkeypatch.setattr(serve, "get_deployment_handle", handle)
 
     async def ask() -> httpx.Response:
         async with ingress_client(target, target_folder, scheduler=scheduler) as http:
