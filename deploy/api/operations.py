@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 2**16
 _TIMEOUT_S, TOPICS_TIMEOUT_S = 30.0, 5.0
+_ADMITTED_TIMEOUT_S = 5.0  # less than the command waits for the whole call
 # Keys among the shards' in a purge's result; not valid topic names.
 SCORER, REPLICAS = "(scorer)", "(replicas)"
 
@@ -190,7 +191,7 @@ class Operations:
         self._drain_state.ensure_polling()
         await self._drain_state.refresh()
         status = await _call("trainer scheduler", self._scheduler.status.remote)
-        admitted = await _call("ingress", self._admitted)
+        admitted = await self._still_admitted() if body.on else 0  # nobody waits for an end
         state = {
             "draining": status.draining,
             "running": status.running,
@@ -199,6 +200,12 @@ class Operations:
         }
         logger.warning("draining: %s", state)
         return JSONResponse(state)
+
+    async def _still_admitted(self) -> int:
+        text = "The server is draining; an ingress replica does not say what it still runs."
+        return await call_required(
+            "ingress", self._admitted, _ADMITTED_TIMEOUT_S, text, UNKNOWN_OUTCOME
+        )
 
     async def _parse(self, request: Request, model: type[BodyT], what: str) -> BodyT:
         if not self._enabled:

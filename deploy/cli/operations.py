@@ -218,19 +218,19 @@ def drain(url: str, echo: Echo, *, on: bool = True, wait_s: float = 600.0) -> bo
         try:
             state = call(url, "POST", _DRAIN, {"on": on})
         except CallError as error:
+            started |= error.code == UNKNOWN_OUTCOME  # perhaps: a part of the server is silent
             if not (on and started) or time.monotonic() > deadline:
                 raise
-            echo(str(error))
-            time.sleep(_POLL_S)
-            continue
-        started = True
-        if not on:
-            echo("requests are admitted again")
-            return True
-        line = f"draining: {state['running']} running, {state['waiting']} waiting"
+            quiet, line = 0, str(error)
+        else:
+            if not on:
+                echo("requests are admitted again")
+                return True
+            started, busy = True, state["running"] + state["waiting"]
+            quiet = 0 if busy else quiet + 1
+            line = f"draining: {state['running']} running, {state['waiting']} waiting"
         if line != said:
             echo(said := line)
-        quiet = 0 if state["running"] + state["waiting"] else quiet + 1
         if quiet == _QUIET_POLLS:
             echo("no request is left: the server can be stopped")
             return True

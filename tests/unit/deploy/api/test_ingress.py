@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +28,11 @@ from starlette.types import Message
 from tiny_models import save_tiny, tiny_tokenizer
 
 from paceline.actors.engine.target import TargetReplica
-from paceline.deploy.api import ingress, request_parser, response_builder
-from paceline.deploy.api.actor_calls import BackgroundPoller
+from paceline.deploy.api import ingress, operations, request_parser, response_builder
+from paceline.deploy.api.actor_calls import BackgroundPoller, Call
 from paceline.deploy.api.prompt_encoder import PromptEncoder
 from paceline.deploy.api.streaming import deadline_scope, with_deadline
+from paceline.deploy.cli.operations import call
 
 LONG = {"model": "m", "prompt": "a", "max_tokens": 4000, "ignore_eos": True}
 
@@ -367,7 +369,8 @@ def test_while_draining_nothing_new_is_let_in_and_what_runs_ends(
 def test_a_drain_waits_for_what_any_ingress_replica_has_admitted(
     target: TargetReplica, target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler, replicas = SchedulerHandle(), [3, 2]
+    scheduler = SchedulerHandle()
+    replies: list[Call[int]] = [partial(asyncio.sleep, 0, count) for count in (3, 2)]
 
     class Replicas(Broadcast):
         def broadcast(self, method: str) -> Replicas:
@@ -375,7 +378,7 @@ def test_a_drain_waits_for_what_any_ingress_replica_has_admitted(
             return self
 
         async def _fetch_replica_results_async(self) -> list[Any]:
-            return [SimpleNamespace(get_async=partial(asyncio.sleep, 0, n)) for n in replicas]
+            return [SimpleNamespace(get_async=reply) for reply in replies]
 
     def handle(*_: str, _check_exists: bool = True, _record_telemetry: bool = True) -> Replicas:
         # Each asks another process, and blocks the event loop.
@@ -386,12 +389,23 @@ def test_a_drain_waits_for_what_any_ingress_replica_has_admitted(
     here = SimpleNamespace(deployment="ingress", app_name="paceline")
     monkeypatch.setattr(serve, "get_replica_context", lambda: here)
     monkeypatch.setattr(serve, "get_deployment_handle", handle)
+    command_waits_s = signature(call).parameters["timeout_s"].default
+    assert command_waits_s > operations._ADMITTED_TIMEOUT_S
+    monkeypatch.setattr(operations, "_ADMITTED_TIMEOUT_S", 0.05)
 
-    async def ask() -> httpx.Response:
+    async def ask(*, on: bool) -> httpx.Response:
         async with ingress_client(target, target_folder, scheduler=scheduler) as http:
-            return await http.post("/v1/paceline/drain", json={"on": True})
+            asked = http.post("/v1/paceline/drain", json={"on": on})
+            return await asyncio.wait_for(asked, 5)
 
-    assert asyncio.run(ask()).json() == {"draining": True, "running": 0, "waiting": 5}
+    assert asyncio.run(ask(on=True)).json() == {"draining": True, "running": 0, "waiting": 5}
+    replies.append(partial(asyncio.sleep, 60, 0))  # a replica that hangs
+    silent = asyncio.run(ask(on=True))
+    assert silent.status_code == 503
+    assert silent.json()["error"]["code"] == "unknown_outcome"
+    assert "ingress" in silent.json()["error"]["message"]
+    assert scheduler.scheduler.status().draining
+    assert asyncio.run(ask(on=False)).json() == {"draining": False, "running": 0, "waiting": 0}
 
 
 def test_a_time_out_of_another_s_is_not_its_own_cause() -> None:

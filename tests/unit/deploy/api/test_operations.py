@@ -67,6 +67,7 @@ class World:
         self.handed_over: list[str] = []  # by target replicas, before they answer a purge
         self.replicas_dead = False
         self.admitted = 0
+        self.ingress_silent = False
         self.behind: dict[str, dict[str, int]] = {}  # of a replica, the versions that it has
         settings = ReplaySettings(held_out_fraction=0.0)
         self.shards = {
@@ -98,6 +99,8 @@ class World:
         self.api.add_exception_handler(ApiError, answer)
 
     async def admitted_by_all(self) -> int:
+        if self.ingress_silent:
+            raise TimeoutError
         return self.admitted
 
     async def purge_replicas(self, request_id: str | None, topic: str | None) -> int:
@@ -555,6 +558,28 @@ def test_drain_is_repeated_to_a_scheduler_that_restarts(
     assert operations_command.drain("u", said.append)
     assert any("did not answer" in line for line in said)
     assert asked.scheduler.status().draining
+
+
+def test_a_drain_outlasts_an_ingress_replica_that_does_not_answer(
+    asked: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    silent = iter([True, False, False, False, True, *4 * [False]])
+
+    def pass_time(_: float) -> None:
+        asked.ingress_silent = next(silent)
+
+    monkeypatch.setattr(operations_command.time, "sleep", pass_time)
+    asked.ingress_silent = True
+    assert operations_command.drain("u", said.append)
+    *lines, done = said
+    silence = "The server is draining; an ingress replica does not say what it still runs."
+    assert lines == 2 * [silence, "draining: 0 running, 0 waiting"]
+    assert done.startswith("no request is left")
+    assert next(silent, None) is None  # a look that failed does not count: four more were needed
+    asked.ingress_silent = True
+    assert operations_command.drain("u", said.append, on=False)
+    assert not asked.scheduler.status().draining
 
 
 def test_a_name_that_is_not_loopback_s_gives_a_proxy_away(world: World) -> None:
