@@ -105,6 +105,7 @@ class ShardStats:
         left_out_total: requests that left no record, see LeftOut.
         purges_total: purges of all records, or of an answer's that were here or were sampled.
         retained_from: creation, unix seconds, before which records are past retention.
+        started_at: since when the shard counts, unix seconds.
     """
 
     topic: str = ""
@@ -120,6 +121,7 @@ class ShardStats:
     left_out_total: int = 0
     purges_total: int = 0
     retained_from: float = -math.inf
+    started_at: float = 0.0
 
     def records(self, *splits: Split) -> int:
         """Records of these splits together."""

@@ -154,6 +154,7 @@ class ReplayShard:
         self._buffer = ReplayBuffer(self._settings)
         self._rng = np.random.default_rng(seed)
         self._clock = clock
+        self._started_at = clock()
         self._refused = self._refused_values = self._left_out = 0
         self._purges = Purges(clock)
         self._purges_total = 0
@@ -236,6 +237,7 @@ class ReplayShard:
                 refused_values_total=self._refused_values,
                 left_out_total=self._left_out,
                 purges_total=self._purges_total,
+                started_at=self._started_at,
             )
 
     def _insert(self, data: bytes, *, needs_source: bool) -> EncodedRecord | None:

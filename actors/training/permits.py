@@ -12,6 +12,10 @@ from paceline.actors.training.round_counts import RoundCounts
 
 IDLE_WAIT_S = 2.0  # that a trainer waits for idle serving before it asks again
 
+# Records that shards have counted, by topic and start of the shard: one that starts again counts
+# from 0, and a trainer that takes a topic over may not have seen it do so.
+InsertedByShard = Mapping[tuple[str, float], int]
+
 
 @dataclass(frozen=True, slots=True)
 class ResourceSlot:
@@ -49,13 +53,14 @@ class TopicProgress:
     """State of a topic at the end of a round, for the trainer that has the next one.
 
     Attributes:
-        inserted: the topic's records at the beginning of the last round that moved weights.
+        inserted: the topic's records at the beginning of the last round that moved weights, those
+            of all topics for ``general``.
         counts: of its rounds.
         acceptance: expected acceptance of the served draft, None if it is not known.
         rate_share: share of the learning rate that its steps have.
     """
 
-    inserted: int = 0
+    inserted: InsertedByShard = field(default_factory=dict)
     counts: RoundCounts = field(default_factory=RoundCounts)
     acceptance: float | None = None
     rate_share: float = 1.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.actors.backoff import Backoff
 from paceline.actors.general import GENERAL
 from paceline.actors.replay.buffer import ShardStats
-from paceline.actors.training.permits import TopicProgress
+from paceline.actors.training.permits import InsertedByShard, TopicProgress
 from paceline.actors.training.round_counts import RoundCounts
 from paceline.actors.training.topic_schedule import ScheduleSettings, TopicView, TrafficMeter
 from paceline.actors.weights.versions import TopicStatus
@@ -86,7 +86,7 @@ class TopicState:
     """A topic's state after this trainer's last round of it.
 
     Attributes:
-        inserted: records of the topic at the beginning of the last round that moved weights.
+        inserted: see TopicProgress.
         ended_at: end of the round, monotonic seconds.
         counts: of the topic's rounds.
         backoff: after rounds that could not train the topic, seconds.
@@ -95,7 +95,7 @@ class TopicState:
 
     ended_at: float
     backoff: Backoff
-    inserted: int = 0
+    inserted: InsertedByShard = field(default_factory=dict)
     counts: RoundCounts = field(default_factory=RoundCounts)
     resting_until: float = -math.inf
 
@@ -119,7 +119,7 @@ class TopicStats:
         self._schedule: ScheduleSettings = settings.schedule
         self._states = {topic: self._new_state() for topic in settings.draft_paths}
         self._traffic = TrafficMeter()
-        self._inserted: dict[str, int] = {}
+        self._shards: dict[str, ShardStats] = {}
         self._others: Mapping[str, TopicProgress] = {}
 
     def _new_state(self) -> TopicState:
@@ -161,13 +161,17 @@ class TopicStats:
         others = self._others.get(topic)
         return self._states[topic].counts if others is None else others.counts
 
-    def inserted(self, topic: str, stats: StatsByTopic) -> int:
+    def inserted(self, topic: str, stats: StatsByTopic) -> InsertedByShard:
         """Records inserted into a topic's shard since it started, into all of them for ``general``.
 
         One that does not answer counts with what it last said, as if it had not started again.
         """
-        self._inserted.update({name: shard.inserted_total for name, shard in stats.items()})
-        return sum(self._inserted.values()) if topic == GENERAL else self._inserted.get(topic, 0)
+        self._shards.update(stats)
+        return {
+            (name, shard.started_at): shard.inserted_total
+            for name, shard in self._shards.items()
+            if topic in (name, GENERAL)
+        }
 
     def views(self, stats: StatsByTopic, candidates: Mapping[str, Candidate]) -> list[TopicView]:
         """All topics as the schedule sees them.
@@ -186,14 +190,14 @@ class TopicStats:
     ) -> TopicView:
         state, others = self._states[topic], self._others.get(topic)
         progress = others or self.progress(topic, candidate)
-        records = self.inserted(topic, stats)
+        inserted = self.inserted(topic, stats)
         # Another trainer's candidate has its trial first: from here it would be lost.
         on_trial = others is not None and self.live.candidate(topic) is not None
         return TopicView(
             name=topic,
             records_train=to_learn_from(stats, topic),
             records_held_out=total(stats, topic, lambda shard: shard.records("held_out")),
-            new_records=records - progress.inserted if records >= progress.inserted else records,
+            new_records=sum(n - progress.inserted.get(shard, 0) for shard, n in inserted.items()),
             traffic=self._traffic.level(topic),
             acceptance=progress.acceptance,
             rejections=progress.counts.rejections,

@@ -24,28 +24,42 @@ def test_requests_that_left_no_record_are_traffic_all_the_same(left_out: int) ->
 
 
 def test_records_that_a_restarted_shard_has_from_disk_are_no_traffic(tmp_path: Path) -> None:
-    topics = TopicStats(trainer_settings(tmp_path), Ticks())
+    settings = trainer_settings(tmp_path, ("math", "sql", "general"))
+    topics, later = TopicStats(settings, Ticks()), TopicStats(settings, Ticks())
+    math = ReplayShard("math", clock=lambda: 0.0)
     first = ReplayShard("sql", persist_dir=str(tmp_path), clock=lambda: 0.0)
-    for number in range(5):
-        first.insert(encode(make_record(request_id=str(number), created=0.0)))
+    insert(math, range(9))
+    insert(first, range(5))
     first.delete("0")  # fewer come back than were counted
-    stats = {"sql": first.stats()}
+    stats = {"math": math.stats(), "sql": first.stats()}
     topics.views(stats, {})
-    topics.state("sql").inserted = topics.inserted("sql", stats)
+    for topic in settings.draft_paths:
+        topics.state(topic).inserted = topics.inserted(topic, stats)
+    # another trainer, which never saw the first shard
+    later.update_progress({topic: topics.progress(topic, None) for topic in settings.draft_paths})
 
-    again = ReplayShard("sql", persist_dir=str(tmp_path), clock=lambda: 0.0).stats()
-    sql = next(view for view in topics.views({"sql": again}, {}) if view.name == "sql")
-    assert again.records("train", "held_out") == 4
-    assert (sql.new_records, sql.traffic) == (0, 0.0)
+    again = ReplayShard("sql", persist_dir=str(tmp_path), clock=lambda: 1.0)
+    assert again.stats().records("train", "held_out") == 4
+    for new in (0, 6):  # fewer, and more, than the first shard had counted
+        insert(again, range(100, 100 + new))
+        stats["sql"] = again.stats()
+        for trainer in (topics, later):
+            views = {view.name: view for view in trainer.views(stats, {})}
+            found = {name: view.new_records for name, view in views.items()}
+            assert found == {"math": 0, "sql": new, "general": new}
+            assert views["sql"].traffic == new
+
+
+def insert(shard: ReplayShard, numbers: range) -> None:
+    for number in numbers:
+        shard.insert(encode(make_record(request_id=str(number), created=0.0)))
 
 
 def test_a_silent_shard_has_not_started_again() -> None:
     topics = TopicStats(trainer_settings(Path()), Ticks())
     shards = {name: ReplayShard(name, clock=lambda: 0.0) for name in ("general", "sql")}
-    for number in range(4):
-        shards["sql"].insert(encode(make_record(request_id=str(number), created=0.0)))
-    for number in range(3):
-        shards["general"].insert(encode(make_record(request_id=str(number), created=0.0)))
+    insert(shards["sql"], range(4))
+    insert(shards["general"], range(3))
     every = {name: shard.stats() for name, shard in shards.items()}
     general = topics.state("general")
     general.inserted = topics.inserted("general", every)
@@ -54,11 +68,11 @@ def test_a_silent_shard_has_not_started_again() -> None:
         views = topics.views({name: every[name] for name in answered}, {})
         return next(view.new_records for view in views if view.name == topic)
 
-    assert general.inserted == 7
+    assert sum(general.inserted.values()) == 7
     assert new_records("general", "general") == 0
     assert new_records("general", "general", "sql") == 0
     assert new_records("sql", "general") == 4
-    every["sql"] = ReplayShard("sql", clock=lambda: 0.0).stats()  # this one has
+    every["sql"] = ReplayShard("sql", clock=lambda: 1.0).stats()  # this one has
     assert new_records("sql", "sql") == 0
 
 

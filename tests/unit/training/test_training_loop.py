@@ -408,10 +408,10 @@ def test_a_round_that_found_no_time_leaves_its_records_new(draft: Path, tmp_path
     assert not loop.run_round()
     state = loop._topics.state("sql")
     assert not loop.progress.micro_steps
-    assert state.inserted == 0
+    assert not state.inserted
     client.permitted = lambda: True
     assert loop.run_round()
-    assert state.inserted == client.stats()["sql"].inserted_total
+    assert state.inserted == {("sql", 0.0): client.stats()["sql"].inserted_total}
 
 
 def plateaued(draft: Path, client: LocalClient) -> TrainingLoop:
@@ -494,7 +494,7 @@ def test_rollbacks_that_another_trainer_counted_end_with_a_promotion(
 def test_an_unfinished_round_hands_on_the_last_trainers_counts(draft: Path, tmp_path: Path) -> None:
     client = filled(tmp_path)
     loop = plateaued(draft, client)
-    theirs = TopicProgress(70, RoundCounts(rejections=3, fruitless=3), 0.8)
+    theirs = TopicProgress({("sql", 0.0): 70}, RoundCounts(rejections=3, fruitless=3), 0.8)
     client.topic_progress = lambda: {"sql": theirs}  # type: ignore[method-assign]
     handed_on: list[TopicProgress | None] = []
     client.release_topic = handed_on.append  # type: ignore[method-assign]
