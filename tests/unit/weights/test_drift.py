@@ -15,14 +15,14 @@ from paceline.actors.weights.registry import WeightRegistry
 
 
 class Traffic:
-    """Requests of 20 rounds whose acceptance scatters from one to the next."""
+    """Requests whose acceptance scatters from one to the next."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._rng = np.random.default_rng(seed)
+    def __init__(self, seed: int = 0, rounds: int = 20) -> None:
+        self._rng, self._rounds = np.random.default_rng(seed), rounds
 
     def serve(self, rate: float) -> DraftOutcome:
         own = float(np.clip(self._rng.normal(rate, 0.15), 0, 1))
-        return DraftOutcome("sql", 0, 20, int(self._rng.binomial(20, own)))
+        return DraftOutcome("sql", 0, self._rounds, int(self._rng.binomial(self._rounds, own)))
 
 
 def fed(drift: Drift, traffic: Traffic, rate: float, requests: int) -> list[int]:
@@ -43,6 +43,16 @@ def test_a_fall_is_seen_once_and_soon_and_chance_is_none(seed: int) -> None:
     assert len(fed(drift, traffic, 0.05, 100)) == 1
 
 
+@pytest.mark.parametrize("rounds", [2, 4, 10])
+def test_short_answers_are_no_drift_by_chance_and_show_a_fall_in_as_many_rounds(
+    rounds: int,
+) -> None:
+    for seed in range(5):
+        drift, traffic = Drift(), Traffic(seed, rounds)
+        assert fed(drift, traffic, 0.6, 8_000) == []
+        assert fed(drift, traffic, 0.3, 40 * 20 // rounds)
+
+
 def test_learning_is_no_drift() -> None:
     drift, traffic = Drift(), Traffic()
     assert fed(drift, traffic, 0.2, 300) == []
@@ -56,7 +66,7 @@ def test_a_few_requests_are_no_drift() -> None:
 
 
 def test_at_the_edge_the_state_does_not_flicker() -> None:
-    settings = DriftSettings(fall=0.2, recovered=0.1, fast=1.0, slow=1e9, min_requests=1)
+    settings = DriftSettings(fall=0.2, recovered=0.1, fast=20.0, slow=1e9, min_rounds=1)
     drift, states = Drift(settings), []
     for rate in [1.0] * 50 + [0.7, 0.85, 0.7, 0.85, 0.7, 1.0, 1.0, 1.0]:
         drift.add(DraftOutcome("sql", 0, 100, round(100 * rate)))
