@@ -19,7 +19,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from operator import sub, truediv
 from typing import Any
@@ -245,8 +245,14 @@ async def warmed_up(running: RunningApp, options: argparse.Namespace) -> list[st
         planned = plan(_WARM_UP_REQUESTS, options.rate, options.max_tokens, -turn)
         await run(running.base_url, planned, -1, ON)
         history = ray.get(running.registry.history.remote(None), timeout=_TIMEOUT_S)
-        decided |= {entry["topic"] for entry in history if entry["topic"] in TOPICS}
+        decided |= decided_topics(history)
     return sorted(decided)
+
+
+def decided_topics(history: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Topics that the gate has decided on; the registry notes drift without any round."""
+    gated = {entry["topic"] for entry in history if entry["outcome"] in ("published", "rejected")}
+    return gated & set(TOPICS)
 
 
 async def measure(

@@ -19,6 +19,7 @@ from idle import (
     block_of,
     changed,
     compared,
+    decided_topics,
     faults_of,
     gaps,
     goals,
@@ -116,6 +117,12 @@ def test_both_sides_of_a_pair_get_the_same_requests_and_others_do_not() -> None:
     dues = [planned.due_s for planned in first]
     assert dues == sorted(dues)
     assert 10 < dues[-1] < 50  # 49 gaps of half a second
+
+
+def test_a_topic_is_warm_once_the_gate_and_not_traffic_alone_has_had_its_say() -> None:
+    noted = {"sql": "drift", "math": "rejected", "code": "published", "elsewhere": "published"}
+    history = [{"topic": topic, "outcome": outcome} for topic, outcome in noted.items()]
+    assert decided_topics(history) == {"math", "code"}
 
 
 def test_failures_and_changed_answers_are_named() -> None:
