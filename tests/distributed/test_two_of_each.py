@@ -74,7 +74,8 @@ def drafted(url: str) -> int:
 def both_targets(url: str) -> dict[str, dict[str, Any]]:
     """What each replica of the target says of itself, by its id."""
     seen: dict[str, dict[str, Any]] = {}
-    for _ in range(60):  # Serve picks a replica for every request
+    deadline = time.monotonic() + 30.0  # one that was silent is avoided for some seconds
+    while time.monotonic() < deadline:  # Serve picks a replica for every request
         target = httpx.get(f"{url}/v1/paceline/status", timeout=60).json()["target"]
         seen[target["replica_id"]] = target
         if len(seen) == 2:
