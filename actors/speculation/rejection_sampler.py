@@ -148,7 +148,7 @@ class Proposal:
         if lengths == counts and not at:
             return self
         if not self.token_ids.shape[1]:  # as in most rounds, in a sixth of the time
-            return self._of_known([list(forced.get(i, ())) for i in range(len(counts))])
+            return self._of_known([forced.get(i, ()) for i in range(len(counts))])
 
         def widen(part: Tensor) -> Tensor:
             filled = part.new_zeros(len(part), max(more, 0), *part.shape[2:])
@@ -176,10 +176,9 @@ class Proposal:
     def _of_known(self, tokens: Sequence[Sequence[int]]) -> Proposal:
         """Draft these tokens of each row, which all count as forced, where there are no others."""
         lengths, device = [len(row) for row in tokens], self.token_ids.device
-        behind = [max(lengths) - n for n in lengths]
-        pairs = list(zip(tokens, behind, strict=True))
-        token_ids = device_tensor([[*row, *[0] * more] for row, more in pairs], device)
-        probs = device_tensor([[1.0] * len(row) + [0.0] * more for row, more in pairs], device)
+        steps = max(lengths)
+        token_ids = device_tensor([[*row, *[0] * (steps - len(row))] for row in tokens], device)
+        probs = device_tensor([[1.0] * n + [0.0] * (steps - n) for n in lengths], device)
         count = device_tensor(lengths, device)
         support = token_ids[..., None], probs[..., None]
         return Proposal(token_ids, count, probs, *support, num_forced=tuple(lengths))

@@ -815,7 +815,7 @@ def _acquire(lock: IO[bytes], deadline: float) -> None:
     """Wait until no other process compiles, or until a monotonic time.
 
     Raises:
-        RuntimeError: it is over.
+        RuntimeError: another process still compiles then.
     """
     while True:
         try:
