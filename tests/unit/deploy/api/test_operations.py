@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -372,6 +373,12 @@ def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
+def asleep(monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], None]) -> None:
+    """Call that where a command sleeps, and only there: other threads may sleep meanwhile."""
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr(operations_command, "time", clock)
+
+
 def test_the_commands_say_what_came_of_it(asked: World) -> None:
     said: list[str] = []
     say: Callable[[str], None] = said.append
@@ -475,7 +482,7 @@ def test_the_command_waits_until_nothing_is_under_way(
         asked.scheduler.report_load("r", 0, 0)
 
     asked.scheduler.report_load("r", 1, 0)
-    monkeypatch.setattr(operations_command.time, "sleep", sleep)
+    asleep(monkeypatch, sleep)
     assert operations_command.drain("u", said.append)
     assert said[:2] == ["draining: 1 running, 0 waiting", "draining: 0 running, 0 waiting"]
     assert said[2].startswith("no request is left")
@@ -554,7 +561,7 @@ def test_drain_is_repeated_to_a_scheduler_that_restarts(
         if what == "idle":
             asked.scheduler.report_load("r", 0, 0)
 
-    monkeypatch.setattr(operations_command.time, "sleep", pass_time)
+    asleep(monkeypatch, pass_time)
     assert operations_command.drain("u", said.append)
     assert any("did not answer" in line for line in said)
     assert asked.scheduler.status().draining
@@ -569,7 +576,7 @@ def test_a_drain_outlasts_an_ingress_replica_that_does_not_answer(
     def pass_time(_: float) -> None:
         asked.ingress_silent = next(silent)
 
-    monkeypatch.setattr(operations_command.time, "sleep", pass_time)
+    asleep(monkeypatch, pass_time)
     asked.ingress_silent = True
     assert operations_command.drain("u", said.append)
     *lines, done = said
