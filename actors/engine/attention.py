@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from paceline.actors.engine import paged_attention as paged
 from paceline.actors.engine.kv_cache import KVCache
-from paceline.actors.engine.native.library import kernels_for
+from paceline.actors.engine.native.kernels import kernels_for
 
 ATTENTION_NAME = "paceline"
 

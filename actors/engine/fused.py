@@ -20,14 +20,8 @@ from paceline.actors.engine.attention import StepContext, attend
 from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error, stack
-from paceline.actors.engine.native.library import (
-    ACTIVATIONS,
-    CachePlan,
-    ForwardPlan,
-    Kernels,
-    LayerPlan,
-    kernels_for,
-)
+from paceline.actors.engine.native.kernels import ACTIVATIONS, Kernels, kernels_for
+from paceline.actors.engine.native.plans import CachePlan, ForwardPlan, LayerPlan
 from paceline.actors.engine.vocabulary import known_ids, resize_logits
 from paceline.actors.weights.codes import codes_of
 from paceline.actors.weights.target_ends import SharedEmbedding

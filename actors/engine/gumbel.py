@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.actors.engine.native import library
+from paceline.actors.engine.native import kernels
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -73,7 +73,7 @@ def gumbel_max(probs: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor
     Returns:
         int64 ``[N]``.
     """
-    columns = library.gumbel_max(probs, keys, ids)
+    columns = kernels.gumbel_max(probs, keys, ids)
     if columns is not None:
         return columns
     tokens = torch.arange(probs.shape[-1], device=probs.device) if ids is None else ids

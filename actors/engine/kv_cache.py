@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.actors.engine.native.library import kernels_for
+from paceline.actors.engine.native.kernels import kernels_for
 from paceline.actors.engine.transfer import device_tensor
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.actors.engine.expert_layout import ExpertLayout
-from paceline.actors.engine.native.library import PackedWeight, kernels_for
+from paceline.actors.engine.native.kernels import kernels_for
+from paceline.actors.engine.native.plans import PackedWeight
 from paceline.actors.weights.codes import Codes, codes_of, concatenated
 
 

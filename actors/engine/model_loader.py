@@ -8,7 +8,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from paceline.actors.engine.attention import ATTENTION_NAME
-from paceline.actors.engine.native.library import ACTIVATIONS, load_library
+from paceline.actors.engine.native.kernels import ACTIVATIONS
+from paceline.actors.engine.native.library import load_library
 from paceline.actors.processor import has_bfloat16
 from paceline.actors.weights.checkpoint import read_architecture, read_causal_lm
 from paceline.actors.weights.codes import attach_codes

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.actors.engine.native.library import kernels_for
+from paceline.actors.engine.native.kernels import kernels_for
 
 
 def most_probable(logits: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from paceline.actors.engine.inference import inference
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error
 from paceline.actors.engine.model_runner import ModelRunner
-from paceline.actors.engine.native.library import EaglePlan, PackedWeight
+from paceline.actors.engine.native.plans import EaglePlan, PackedWeight
 from paceline.actors.engine.transfer import device_tensor
 from paceline.actors.speculation.experts import ExpertStack, early_ends
 from paceline.actors.speculation.proposer import DraftRow

@@ -19,7 +19,7 @@ from clients import Load, Reply, bodies, until
 from fixture_models import SMALL_MODELS
 from free_ports import find_port
 
-from paceline.actors.engine.native.library import kernels_for
+from paceline.actors.engine.native.kernels import kernels_for
 from paceline.deploy import app
 from paceline.deploy.api.operations import REPLICAS
 from paceline.deploy.app import RunningApp

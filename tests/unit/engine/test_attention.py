@@ -12,6 +12,8 @@ from torch import Tensor
 from paceline.actors.engine.attention import StepContext, attend
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.native import library
+from paceline.actors.engine.native.kernels import NAMES
+from paceline.actors.engine.native.plans import AttentionStruct
 
 ROWS, CAPACITY = 3, 150
 BEHIND = (60, 0, 97)  # cached positions of the three rows
@@ -150,7 +152,7 @@ def attend_natively(
     batch, steps, _ = qkv.shape
     _, block_size, keys, dim = kv[0].shape
     positions = positions.contiguous()
-    shape = library.Attention(
+    shape = AttentionStruct(
         *(batch, steps, heads[0], keys, dim, block_size, tables.shape[1], span, window or 0),
         *(rows.data_ptr(), positions.data_ptr(), None, tables.data_ptr()),
         0.3,
@@ -158,9 +160,7 @@ def attend_natively(
     out = qkv.new_empty(batch, steps, heads[0] * dim)
     tensors = (qkv, *rotary, *kv, out)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
-    loaded[f"attend_{library.NAMES[qkv.dtype]}"](
-        ctypes.byref(shape), ctypes.c_int64(threads), *pointers
-    )
+    loaded[f"attend_{NAMES[qkv.dtype]}"](ctypes.byref(shape), ctypes.c_int64(threads), *pointers)
     return out
 
 

@@ -21,7 +21,7 @@ from paceline.actors.engine.build import (
 )
 from paceline.actors.engine.kv_cache import position_bytes
 from paceline.actors.engine.model_runner import kv_shapes
-from paceline.actors.engine.native.library import kernels_for
+from paceline.actors.engine.native.kernels import kernels_for
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.weights.eagle import VOCABULARY, new_draft, read_draft, save_draft

@@ -15,7 +15,7 @@ from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.fused import FusedDecoder
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.model_runner import ModelRunner
-from paceline.actors.engine.native.library import kernels_for
+from paceline.actors.engine.native.kernels import kernels_for
 from paceline.actors.engine.numerics import batch_invariant
 from paceline.actors.engine.request import GenerationRequest
 from paceline.actors.engine.sampling import TargetProbs, processed_probs

@@ -17,7 +17,8 @@ from waiting import wait_until
 
 from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.linear import StackedLinear
-from paceline.actors.engine.native.library import Kernels, kernels_for, load_library
+from paceline.actors.engine.native.kernels import Kernels, kernels_for
+from paceline.actors.engine.native.library import load_library
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float32]

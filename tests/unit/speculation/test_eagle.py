@@ -22,7 +22,7 @@ from training_records import learn
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.model_runner import ModelRunner
-from paceline.actors.engine.native.library import kernels_for
+from paceline.actors.engine.native.kernels import kernels_for
 from paceline.actors.replay.record import ReplayRecord, decode, encode
 from paceline.actors.speculation.colocated import ColocatedProposer
 from paceline.actors.speculation.controller import SpeculationController

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.actors.engine.linear import fuse
 from paceline.actors.engine.model_loader import load_causal_lm
-from paceline.actors.engine.native.library import Kernels, kernels_for
+from paceline.actors.engine.native.kernels import Kernels, kernels_for
 from paceline.actors.weights.codes import GROUP, Codes, codes_of, concatenated, read_codes
 from paceline.deploy.model_store import convert
 
