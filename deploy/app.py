@@ -287,7 +287,7 @@ def build_app(
         port: of the ingress, see ``listener.listening_socket``.
         no_topics: why no topic can be added while it runs; None if the config decides.
     """
-    settings = target_settings(config)
+    settings = target_settings(config, _target_options(config)["num_gpus"])
     pool = config.experts if config.drafts.placement == "pool" else ()
     target = _target(config).bind(
         settings,

@@ -87,6 +87,19 @@ def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -
     return min(free, max(0, limit - used))
 
 
+def free_gpu_memory(device: torch.device, share: float) -> int:
+    """Return the bytes that this process may still take of a GPU.
+
+    Processes that share a GPU start at the same time: what is free then is not for each of them.
+
+    Args:
+        device: the GPU.
+        share: of its memory, for this process.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, min(free, int(share * total) - torch.cuda.memory_reserved(device)))
+
+
 @dataclass(frozen=True, slots=True)
 class DraftMemory:
     """Memory of all drafts of an engine.
@@ -151,7 +164,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 
 _MIB = 2**20
-_GPU_SHARE = 0.6  # for all KV caches, of the free memory less the drafts' weights
+_GPU_SHARE = 0.8  # for all KV caches, of what the process may take less the drafts' weights
 _CPU_SHARE = 0.4
 _NON_ARCHITECTURE_KEYS = frozenset(
     {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
@@ -169,7 +182,7 @@ def kv_positions(
 
     Args:
         settings: ``kv_cache_mb`` is in MiB; None is enough for every request's full context, but
-            at most a share of the free memory. On a GPU the drafts, which are loaded later, are
+            at most a part of the free memory. On a GPU the drafts, which are loaded later, are
             taken into account, with their keys and values.
         config: the target's.
         dtype: of keys and values.
@@ -188,10 +201,9 @@ def kv_positions(
     if settings.kv_cache_mb is not None:
         blocks = settings.kv_cache_mb * _MIB // block - NUM_PADDING_BLOCKS
     elif device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
         drafts = draft_memory(settings, dtype)
         whole = block + size * drafts.per_position
-        free -= drafts.weights
+        free = free_gpu_memory(device, settings.gpu_share) - drafts.weights
         blocks = min(blocks, int(free * _GPU_SHARE) // whole - NUM_PADDING_BLOCKS)
     else:  # memory is committed as it is written, so one request is always admitted
         blocks = max(

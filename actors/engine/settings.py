@@ -25,11 +25,12 @@ class TargetSettings:
         dtype: auto, bfloat16, float16 or float32.
         device: auto, cpu or cuda: Ray shows a process the GPUs that it books, and it uses the
             first.
+        gpu_share: of the memory of a GPU, for this process.
         num_threads: torch threads of the engine; None is the default for the cores there.
         max_num_seqs: maximum running requests.
         max_model_len: None takes the target's own limit.
         kv_cache_mb: MiB of the target's KV cache; None is enough for ``max_num_seqs`` full
-            contexts, on GPUs at most a share of the free memory. Drafts have as many positions on
+            contexts, on GPUs at most a part of the free memory. Drafts have as many positions on
             top, each expert of a pool as many as all targets together.
         num_speculative_tokens: per round; None follows the measured goodput.
         max_speculative_tokens: limit of what goodput chooses.
@@ -62,6 +63,7 @@ class TargetSettings:
     heads: dict[str, str] = field(default_factory=dict)
     dtype: str = "auto"
     device: str = "auto"
+    gpu_share: float = 1.0
     num_threads: int | None = 2
     max_num_seqs: int = 16
     max_model_len: int | None = None

@@ -85,14 +85,15 @@ def _per_client(config: PacelineConfig) -> int | None:
     return None if most is None else -(-most // config.ingress.num_replicas)
 
 
-def target_settings(config: PacelineConfig) -> TargetSettings:
-    """Settings of a target replica."""
+def target_settings(config: PacelineConfig, num_gpus: float = 1.0) -> TargetSettings:
+    """Settings of a target replica that books so many GPUs."""
     tokens = config.drafts.num_speculative_tokens
     return TargetSettings(
         model_path=str(config.target_path),
         drafts={name: str(path) for name, path in config.draft_paths.items()},
         dtype=config.target.dtype,
         device=config.target.device,
+        gpu_share=min(num_gpus, 1.0),
         num_threads=config.target.num_threads,
         max_num_seqs=config.target.max_num_seqs,
         max_model_len=config.target.max_model_len,
@@ -127,6 +128,7 @@ def expert_settings(config: PacelineConfig, target: TargetSettings, expert: str)
         max_sequences=config.target.max_num_seqs * config.target.most_replicas,
         other_cores=(config.drafts.pool_processes - 1) * config.drafts.num_threads,
         device=config.target.device if config.drafts.num_gpus else "cpu",
+        gpu_share=config.drafts.num_gpus,
         num_threads=config.drafts.num_threads,
         draft_ahead=config.drafts.draft_ahead,
         across_nodes=config.drafts.across_nodes,

@@ -9,7 +9,12 @@ import secrets
 import torch
 
 from paceline.actors.cores import available_cores
-from paceline.actors.engine.build import build_stacks, draft_config, kv_positions
+from paceline.actors.engine.build import (
+    build_stacks,
+    draft_config,
+    free_gpu_memory,
+    kv_positions,
+)
 from paceline.actors.engine.compatibility import context_length
 from paceline.actors.engine.kv_cache import NUM_PADDING_BLOCKS, position_bytes
 from paceline.actors.engine.model_loader import resolve_device, target_dtype
@@ -23,7 +28,7 @@ from paceline.actors.weights.checkpoint import read_architecture
 from paceline.actors.weights.eagle import is_eagle
 
 _PREFILL_CHUNK = 64  # tokens: a request waits for one chunk
-_GPU_MEMORY_SHARE = 0.6  # of the free memory, for the expert's KV cache
+_GPU_MEMORY_SHARE = 0.6  # of what the process may take, for the expert's KV cache
 
 
 def expert_kv_positions(
@@ -31,7 +36,7 @@ def expert_kv_positions(
 ) -> int:
     """Return the size of an expert's KV cache in positions: that of all its targets together.
 
-    On a GPU at most what a share of the free memory holds.
+    On a GPU at most what a part of the free memory holds.
 
     Args:
         settings: see ExpertSettings.
@@ -50,7 +55,7 @@ def expert_kv_positions(
         return settings.num_targets * each
     path = settings.target.drafts[settings.expert]
     own = draft_config(path)
-    free, _ = torch.cuda.mem_get_info(device)
+    free = free_gpu_memory(device, settings.gpu_share)
     block = kv_block_size(own, dtype, device)
     blocks = int(free * _GPU_MEMORY_SHARE) // (block * position_bytes(kv_shapes(own), dtype))
     return min(settings.num_targets * each, (blocks - NUM_PADDING_BLOCKS) * block)

@@ -19,6 +19,7 @@ class ExpertSettings:
         max_sequences: over all targets.
         other_cores: cores on which the pool's other processes draft.
         device: of the expert.
+        gpu_share: of the memory of a GPU, for the expert's process.
         num_threads: torch threads of its forwards.
         draft_ahead: see DraftAheadPolicy.
         across_nodes: whether targets of other nodes connect too.
@@ -30,6 +31,7 @@ class ExpertSettings:
     max_sequences: int
     other_cores: int = 0
     device: str = "auto"
+    gpu_share: float = 1.0
     num_threads: int = 1
     draft_ahead: DraftAheadMode = "auto"
     across_nodes: bool = False

@@ -175,11 +175,15 @@ def test_on_a_gpu_the_kv_cache_reserves_memory_for_the_drafts(
     monkeypatch.setattr("paceline.actors.engine.build.kv_block_size", lambda *_: 16)
     gpu = torch.device("cuda")
     found = kv_positions(settings, config, torch.float32, gpu, 128)
-    assert found == 16 * (1_200 // 16 - 2)
+    assert found == 16 * (1_600 // 16 - 2)
     pool = dataclasses.replace(settings, placement="pool")
     assert draft_memory(pool, torch.float32) == DraftMemory()
     alone = kv_positions(pool, config, torch.float32, gpu, 128)
-    assert alone == 16 * (int(0.6 * free) // (16 * each) - 2) > found
+    assert alone == 16 * (int(0.8 * free) // (16 * each) - 2) > found
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * free, 10 * free))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: free)  # the target's weights
+    shared = dataclasses.replace(settings, gpu_share=0.2)  # others that start take the rest
+    assert kv_positions(shared, config, torch.float32, gpu, 128) == found
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (weights // 2, 10**12))
     with pytest.raises(ValueError, match="there is room for 0 positions"):
         kv_positions(settings, config, torch.float32, gpu, 128)

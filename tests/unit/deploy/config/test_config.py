@@ -242,6 +242,16 @@ def test_without_drafts_there_is_no_pool() -> None:
         assert target_settings(config).placement == "colocated"
 
 
+def test_a_process_may_take_as_much_of_a_gpu_s_memory_as_it_books() -> None:
+    from paceline.deploy.config.replica_settings import expert_settings, target_settings
+
+    pool = load_config(None, {"drafts.placement": "pool", "drafts.num_gpus": 0.2})
+    target = target_settings(pool, 0.4)
+    assert target.gpu_share == 0.4
+    assert target_settings(pool, 2.0).gpu_share == 1.0  # it uses the first
+    assert expert_settings(pool, target, "sql").gpu_share == 0.2
+
+
 def test_without_drafts_nothing_is_routed_or_trained() -> None:
     config = load_config(None, {"drafts.general": "none"})
     assert config.drafts.experts == ()
