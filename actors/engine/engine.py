@@ -231,16 +231,19 @@ class Engine:
 
     def _prefill(self) -> None:
         """Compute at most ``prefill_chunk`` prompt tokens, which bounds the length of a round."""
-        prefilling = [s for s in self._running.values() if not s.prefilled]
-        if not prefilling:
-            return
-        remaining = [len(s.tokens) - 1 - s.num_computed for s in prefilling]
-        shares = split_prefill_budget(remaining, self._settings.prefill_chunk)
-        for sequence, share in zip(prefilling, shares, strict=True):
-            if share:
-                self._prefill_chunk(sequence, share)
-            if sequence.prefilled:
-                self._scheduler.cache_prefix(sequence)
+        left = self._settings.prefill_chunk
+        while left and (prompts := [s for s in self._running.values() if not s.prefilled]):
+            computing, waiting = self._scheduler.choose_prompts(prompts)
+            shares = split_prefill_budget([s.num_uncomputed for s in computing], left)
+            for sequence, share in zip(computing, shares, strict=True):
+                if share:
+                    self._prefill_chunk(sequence, share)
+                    self._scheduler.cache_prefix(sequence)
+            if not waiting:
+                return
+            left -= sum(shares)
+            for sequence in waiting:
+                self._scheduler.take_prefix(sequence)
 
     def _prefill_chunk(self, sequence: Sequence, size: int) -> None:
         """Compute the next tokens of a prompt, fewer if their log-probabilities are needed."""

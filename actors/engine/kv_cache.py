@@ -344,7 +344,7 @@ class KVCache:
         """
         assert not self._blocks[row]
         self.prompt_lengths[row] = prompt
-        cached = self._prefixes.match(tokens, salt) if self._is_shareable(row) else []
+        cached = self._prefixes.match(tokens, salt) if self.is_shareable(row) else []
         missing = max(0, self._columns(length) - len(cached))
         idle = sum(not self.allocator.ref_count(block) for block in cached)
         if missing > self.allocator.num_available - idle - watermark:
@@ -355,6 +355,29 @@ class KVCache:
             self._allocate(row, missing)
         return len(cached) * self.block_size
 
+    def take_prefix(
+        self, row: int, tokens: Sequence[int], num_computed: int, salt: str = ""
+    ) -> int:
+        """Replace a row's blocks by cached ones that hold more of its first tokens.
+
+        Args:
+            row: with blocks for all of the tokens.
+            tokens: looked up in the prefix cache.
+            num_computed: positions that the row has computed.
+            salt: see :meth:`allocate_with_prefix`.
+
+        Returns:
+            number of positions that are computed now.
+        """
+        cached = self._prefixes.match(tokens, salt) if self.is_shareable(row) else []
+        if len(cached) * self.block_size <= num_computed:
+            return num_computed
+        self.allocator.touch(cached)  # before own ones are freed: some are the same
+        own, self._blocks[row] = self._blocks[row], []
+        self.allocator.free(own[: len(cached)])
+        self._append(row, [*cached, *own[len(cached) :]])
+        return len(cached) * self.block_size
+
     def cache_prefix(self, row: int, tokens: Sequence[int], salt: str = "") -> None:
         """Cache a row's full blocks for later rows, up to the first that is not finite.
 
@@ -363,7 +386,7 @@ class KVCache:
             tokens: at these positions.
             salt: of the later rows.
         """
-        if not self._is_shareable(row):
+        if not self.is_shareable(row):
             return
         full = self._blocks[row][: len(tokens) // self.block_size]
         uncached = [block for block in full if not self.allocator.is_cached(block)]
@@ -448,7 +471,8 @@ class KVCache:
         if self.hidden is not None:
             yield self.hidden
 
-    def _is_shareable(self, row: int) -> bool:
+    def is_shareable(self, row: int) -> bool:
+        """Whether a row may have blocks in common with others."""
         return self.max_shared_prompt is None or self.prompt_lengths[row] <= self.max_shared_prompt
 
     def _columns(self, length: int) -> int:

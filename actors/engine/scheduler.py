@@ -106,6 +106,49 @@ class Scheduler:
                 self.num_cached += num_computed
             sequence.start(num_computed)
 
+    def choose_prompts(self, prompts: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
+        """Choose the prompts to compute, and those that wait since others have the same beginning.
+
+        Of several whose next block is the same, the oldest prompt of all or else the one with the
+        least to compute goes on; the others take what it has computed, see :meth:`take_prefix`.
+
+        Args:
+            prompts: running requests that are not prefilled, the oldest first.
+
+        Returns:
+            those to compute, the oldest of all first, and the others.
+        """
+        if not self._prefix_cache or len(prompts) < 2:
+            return prompts, []
+        computing: list[Sequence] = []
+        waiting: list[Sequence] = []
+        begun: set[tuple[str, tuple[int, ...]]] = set()
+        size = self._kv.block_size
+        for sequence in (prompts[0], *sorted(prompts[1:], key=lambda s: s.num_uncomputed)):
+            end = (sequence.num_computed // size + 1) * size
+            block = sequence.request.cache_salt, tuple(sequence.tokens[:end])
+            shareable = self._kv.is_shareable(self.rows.row(sequence.request_id))
+            if block in begun and shareable and end <= sequence.first_position:
+                waiting.append(sequence)
+                continue
+            computing.append(sequence)
+            if sequence.cacheable and shareable and end < len(sequence.tokens):
+                begun.add(block)
+        return computing, waiting
+
+    def take_prefix(self, sequence: Sequence) -> None:
+        """Let a running request take what others have computed of its prompt meanwhile."""
+        before = sequence.num_computed
+        sequence.num_computed = self._kv.take_prefix(
+            self.rows.row(sequence.request_id),
+            sequence.tokens[: sequence.first_position],
+            before,
+            sequence.request.cache_salt,
+        )
+        if sequence.num_cached is not None:
+            sequence.num_cached += sequence.num_computed - before
+            self.num_cached += sequence.num_computed - before
+
     def cache_prefix(self, sequence: Sequence) -> None:
         """Cache a running request's full blocks for requests with the same prefix.
 

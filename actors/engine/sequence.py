@@ -54,7 +54,7 @@ class Sequence:
         failed_version: weight_version in the slot that failed while it drafted.
         tokens: of prompt and output.
         num_computed: positions with keys and values of the target.
-        num_cached: of these, found in the prefix cache when first admitted.
+        num_cached: of these, found in the prefix cache before its first token.
         suffix_drafts: whether suffixes may draft for it, whatever its draft does.
         num_suffix_tokens: drafted by suffixes; in no other statistics.
         num_accepted_suffix_tokens: of these, accepted.
@@ -121,9 +121,14 @@ class Sequence:
         return self.tokens[self._num_prompt :]
 
     @property
+    def num_uncomputed(self) -> int:
+        """Tokens to compute before the last."""
+        return len(self.tokens) - 1 - self.num_computed
+
+    @property
     def prefilled(self) -> bool:
         """Whether all tokens but the last are computed."""
-        return self.num_computed >= len(self.tokens) - 1
+        return self.num_uncomputed <= 0
 
     @property
     def needs_prompt_logprobs(self) -> bool:

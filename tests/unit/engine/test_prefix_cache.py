@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from engines import TOKENIZER, make_engine, request, run, tokens_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.kv_cache import BLOCK_SIZE, PrefixCache
 
 LONG = TOKENIZER.encode("Ann has 12 apples. She buys 30 more. SELECT name FROM people;" * 2)[:40]
@@ -159,6 +164,96 @@ def test_running_requests_share_the_blocks_of_their_prompt() -> None:
     for name, outputs in expected.items():
         assert tokens_of(found[name]) == tokens_of(outputs)
     assert engine.kv_blocks == (24, 24)
+
+
+def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Prompt tokens of each call of the target from now on."""
+    counts: list[int] = []
+    prefill = engine._runner.prefill
+
+    def counted(row: int, tokens: list[int], *others: Any, **named: Any) -> Any:
+        counts.append(len(tokens))
+        return prefill(row, tokens, *others, **named)
+
+    monkeypatch.setattr(engine._runner, "prefill", counted)
+    return counts
+
+
+@pytest.mark.parametrize("chunk", [8, 20, 64])
+def test_prompts_that_come_together_compute_what_they_share_once(
+    monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """As the choices of one request do, and conversations that begin with the same words."""
+    engine, plain = make_engine(prefill_chunk=chunk), make_engine(prefix_cache=False)
+    counts = computed(engine, monkeypatch)
+    asked = [
+        *(request(f"n{i}", LONG, max_tokens=6, ignore_eos=True) for i in range(3)),
+        request("other", [*LONG[:20], *range(30, 60)], max_tokens=6, ignore_eos=True),
+    ]
+    found, expected = run(engine, asked), run(plain, asked)
+    for name, outputs in expected.items():
+        assert tokens_of(found[name]) == tokens_of(outputs)
+    assert [found[one.request_id][-1].chunk.num_cached_tokens for one in asked] == [0, 32, 32, 16]
+    assert sum(counts) == 39 + 7 + 7 + 33
+    assert engine.prefix_cache == (3 * 40 + 50, 80)
+    assert engine.kv_blocks == (24, 24)
+
+
+def test_what_a_prompt_has_computed_serves_those_that_come_later() -> None:
+    engine = make_engine(prefill_chunk=20)
+    engine.add(request("first", LONG))
+    engine.step()  # 20 of its 39 tokens
+    assert run(engine, [request("second", LONG)])["second"][-1].chunk.num_cached_tokens == 32
+
+
+def test_nothing_waits_for_what_it_may_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(prefill_chunk=64)
+    counts = computed(engine, monkeypatch)
+    found = run(engine, [request(f"r{i}", LONG, store=False) for i in range(2)])
+    found |= run(engine, [request(f"s{i}", LONG, cache_salt=str(i)) for i in range(2)])
+    found |= run(engine, [request("all", LONG, prompt_logprobs=0), request("rest", LONG)])
+    assert [found[name][-1].chunk.num_cached_tokens for name in ("r1", "s1", "all")] == [0, 0, 0]
+    assert found["rest"][-1].chunk.num_cached_tokens == 32
+    assert sum(counts) == 5 * 39 + 7
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 2), st.booleans()),
+        min_size=2,
+        max_size=9,
+    ),
+    st.sampled_from([4, 8, 24]),
+)
+def test_prompts_that_share_and_wait_end_as_they_would_alone(
+    asked: list[tuple[int, int, int, bool]], chunk: int
+) -> None:
+    """Prompts of a few beginnings, lengths and arrivals, in memory that is short."""
+    sizes = {"prefill_chunk": chunk, "kv_positions": 160}
+    engine, plain = make_engine(**sizes), make_engine(prefix_cache=False)
+    outputs = []
+    requests = [
+        request(
+            f"r{i}",
+            [(n // 16 * branch + n) % 290 + 5 for n in range(length)],
+            max_tokens=5,
+            ignore_eos=True,
+            store=store,
+        )
+        for i, (branch, length, _, store) in enumerate(asked)
+    ]
+    for one, (_, _, rounds, _) in zip(requests, asked, strict=True):
+        engine.add(one)
+        for _ in range(rounds):
+            outputs += engine.step()
+    while engine.has_work:
+        outputs += engine.step()
+    expected = run(plain, requests)
+    for one in requests:
+        own = [output for output in outputs if output.request_id == one.request_id]
+        assert tokens_of(own) == tokens_of(expected[one.request_id])
+    assert engine.kv_blocks == (10, 10)
 
 
 def test_cached_blocks_are_evicted_when_memory_is_needed() -> None:
