@@ -544,6 +544,9 @@ def sampling_params(
     if min_tokens > max_tokens:
         reason = f"{min_tokens} is more than the {max_tokens} that the answer may have"
         raise invalid_value("min_tokens", reason)
+    of_prompt = options.num_prompt_logprobs
+    if choice_index and not options.stream:
+        of_prompt = None  # a whole response takes those of the prompt's first choice
     stop = options.stop or ()
     repetition = options.repetition_penalty
     temperature = 1.0 if options.temperature is None else options.temperature
@@ -566,7 +569,7 @@ def sampling_params(
         min_tokens=min_tokens,
         stop_token_ids=tuple(options.stop_token_ids or ()),
         logprobs=options.num_logprobs,
-        prompt_logprobs=options.num_prompt_logprobs,
+        prompt_logprobs=of_prompt,
     )
 
 

@@ -297,6 +297,11 @@ def test_prompt_logprobs_have_vllm_s_shape_at_both_endpoints(client: openai.Open
         assert len(entries) in (2, 3)
         assert entries[token]["rank"] >= 1
         assert min(entry["rank"] for entry in entries.values()) == 1
+    several: Any = client.completions.create(prompt=[[1, 70, 71], [1, 72]], n=2, **options)
+    found = [choice.prompt_logprobs for choice in several.choices]
+    assert found[0] == found[1] == completion.choices[0].prompt_logprobs
+    assert [*found[2][1]] == [*found[3][1]]
+    assert "72" in found[2][1]
     answer: Any = client.chat.completions.create(messages=ASK, **options)
     assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
     assert (answer.choices[0].message.content, answer.usage.completion_tokens) == ("", 0)

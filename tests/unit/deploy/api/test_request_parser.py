@@ -554,6 +554,11 @@ def test_an_echo_with_logprobs_asks_for_those_of_the_prompt(
     fields: dict[str, Any], count: int | None
 ) -> None:
     assert sampling_params(completion(**fields), 9).prompt_logprobs == count
+    # Computed once for all choices of a prompt, unless each has a stream of its own.
+    assert sampling_params(completion(**fields, n=2), 9, 1).prompt_logprobs is None
+    if "prompt_logprobs" not in fields:
+        streamed = completion(**fields, n=2, stream=True)
+        assert sampling_params(streamed, 9, 1).prompt_logprobs == count
 
 
 def test_no_tokens_are_asked_for_where_the_prompt_s_own_are_told() -> None:
