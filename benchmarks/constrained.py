@@ -15,9 +15,9 @@ from typing import Any
 
 import harness
 import torch
-from decoding import Block, Cell, Run, Served, make_blocks, run_cell, summary
+from decoding import Block, Cell, Served, make_blocks, run_cell, summary
 from models import find_models, load_engine
-from prompts import MAX_PROMPT_TOKENS, Prompt, measured_prompts
+from prompts import MAX_PROMPT_TOKENS, measured_prompts
 
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.grammar import GrammarCompiler, GrammarState, only_token
@@ -47,24 +47,11 @@ _OBJECT = {"type": "object", "properties": _FIELDS, "required": list(_FIELDS)}
 GRAMMAR = make_grammar("json", _OBJECT | {"additionalProperties": False})
 
 
-class Counted(Served):
-    """A variant that adds up the tokens and rounds of what is measured."""
-
-    def __init__(self, kind: str, drafts: str, engine: Engine) -> None:
-        grammar = GRAMMAR if kind == SCHEMA else ""
-        k = 0 if drafts == OFF else None
-        super().__init__(f"{kind} {drafts}", engine, k, lambda _: "general", grammar=grammar)
-        self.answers: list[list[int]] = []
-        self.rounds = 0
-
-    def run(
-        self, prompts: Sequence[Prompt], batch: int, temperature: float, max_tokens: int
-    ) -> Run:
-        """See Variant."""
-        run = super().run(prompts, batch, temperature, max_tokens)
-        self.answers += run.outputs
-        self.rounds += run.rounds
-        return run
+def variant(kind: str, drafts: str, engine: Engine) -> Served:
+    """Free answers or those of the schema, with drafts or without."""
+    grammar = GRAMMAR if kind == SCHEMA else ""
+    k = 0 if drafts == OFF else None
+    return Served(f"{kind} {drafts}", engine, k, lambda _: "general", grammar=grammar)
 
 
 def forced_share(compiler: GrammarCompiler, answers: Sequence[Sequence[int]]) -> float:
@@ -82,16 +69,18 @@ def measure(
     engines: dict[str, Engine], cell: Cell, blocks: Sequence[Block], max_tokens: int
 ) -> dict[str, Any]:
     """Figures of all variants in a cell."""
-    variants = [Counted(kind, name, engines[name]) for kind in (FREE, SCHEMA) for name in engines]
+    variants = [variant(kind, name, engines[name]) for kind in (FREE, SCHEMA) for name in engines]
     outcome = run_cell(cell, variants, blocks, max_tokens)
     pairs = [(f"{SCHEMA} {name}", f"{FREE} {name}") for name in engines]
     pairs += [(f"{kind} {AUTO}", f"{kind} {OFF}") for kind in (FREE, SCHEMA)]
     figures = summary(cell, outcome, pairs, f"{FREE} {OFF}")
-    for variant in variants:
-        own = figures["variants"][variant.name]
-        own["tokens_per_round"] = sum(map(len, variant.answers)) / variant.rounds
-        if variant.name.startswith(SCHEMA):
-            own["forced_share"] = forced_share(engines[OFF].grammars, variant.answers)
+    for name, runs in outcome.runs.items():
+        own = figures["variants"][name]
+        rounds = sum(run.rounds for run in runs)
+        own["tokens_per_round"] = sum(run.num_tokens for run in runs) / rounds
+        if name.startswith(SCHEMA):
+            answers = [answer for run in runs for answer in run.outputs]
+            own["forced_share"] = forced_share(engines[OFF].grammars, answers)
     return figures
 
 

@@ -220,15 +220,17 @@ class Block:
 
 @dataclass(slots=True)
 class Outcome:
-    """Timings, greedy answers by variant and prompt, and drafting by variant, of a cell."""
+    """Timings, runs by variant, greedy answers by variant and prompt, and drafting, of a cell."""
 
     timings: list[Timing] = field(default_factory=list)
+    runs: dict[str, list[Run]] = field(default_factory=dict)
     answers: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     drafted: dict[str, Drafted] = field(default_factory=dict)
 
     def add(self, variant: str, block: Block, run: Run, *, greedy: bool) -> None:
         """Add one run."""
         self.timings.append(Timing(variant, block.number, block.topic, run.num_tokens, run.seconds))
+        self.runs.setdefault(variant, []).append(run)
         self.drafted.setdefault(variant, Drafted()).add(run.drafted)
         if greedy:
             for prompt, output in zip(block.prompts, run.outputs, strict=True):

@@ -99,8 +99,9 @@ def while_all_run(
     """
     until = sorted(last for _, last, _ in replies)[-in_flight]
     shares = [
-        tokens if last <= until else tokens * max(until - first, 0.0) / (last - first)
+        tokens if last <= until else tokens * (until - first) / (last - first)
         for first, last, tokens in replies
+        if first <= until  # an answer of one event has no time between two
     ]
     return round(sum(shares)), until - began
 
@@ -166,6 +167,8 @@ def bootstrap(
 ) -> Interval:
     """Statistic of samples with its 95 % percentile interval over resampled prompts.
 
+    It has no bounds if there is a single prompt, or if it is rarely defined.
+
     Args:
         statistic: of as many arrays as there are samples; None if it is not defined.
         samples: entry i of each belongs to prompt i, unless they are not ``paired``.
@@ -181,7 +184,7 @@ def bootstrap(
         raise ValueError("bootstrap: samples must be of one length, at least 1")
     value = statistic(*arrays)
     if value is None or min(map(len, arrays)) == 1:
-        return Interval(value, value, value)
+        return Interval(value, None, None)
 
     def defined(*drawn: NDArray[np.float64]) -> float:
         found = statistic(*drawn)

@@ -60,6 +60,8 @@ def test_speed_of_many_in_flight_ends_with_the_first_slot_that_nobody_takes() ->
     assert harness.while_all_run(100.0, straggler, 2) == (280, 8.0)
     not_begun = [(100.0, 110.0, 100), (100.0, 104.0, 100), (112.0, 120.0, 100)]
     assert harness.while_all_run(100.0, not_begun, 2) == (200, 10.0)
+    of_one_event = [(110.0, 110.0, 4), (104.0, 104.0, 4), (112.0, 112.0, 4)]
+    assert harness.while_all_run(100.0, of_one_event, 2) == (8, 10.0)
 
 
 def test_the_interval_is_students_for_one_topic() -> None:
@@ -176,6 +178,13 @@ def test_no_variant_is_always_first_with_a_topic(
     decoding.run_cell(decoding.Cell(1, 0.0), [Named("x", ran), Named("y", ran)], blocks, 1)
     firsts = {(block.topic, ran[2 * i]) for i, block in enumerate(blocks)}
     assert len(firsts) == 2 * topics
+
+
+def test_what_warms_up_is_not_among_the_runs_of_a_cell() -> None:
+    one = prompts.Prompt("p", "", ())
+    blocks = [decoding.Block(i, "", (one,) * (i + 1)) for i in range(3)]
+    outcome = decoding.run_cell(decoding.Cell(1, 0.8), [Named("x", [])], blocks, 1)
+    assert [len(run.outputs) for run in outcome.runs["x"]] == [2, 3]
 
 
 @pytest.mark.full

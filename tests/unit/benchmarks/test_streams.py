@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import bootstrap
+from harness import Interval, bootstrap
 from online import shifts, speeds, streams
 
 
@@ -48,13 +48,14 @@ def test_the_bootstrap_covers_the_mean_as_often_as_it_says() -> None:
     assert 0.88 <= hits / 200 <= 0.99
 
 
-def test_the_bootstrap_keeps_prompts_together() -> None:
+def test_the_bootstrap_keeps_prompts_together_and_needs_two() -> None:
     frozen = np.linspace(0.1, 0.9, 50)
     found = bootstrap(difference, frozen + 0.1, frozen)
     assert found.low == pytest.approx(0.1)
     assert found.high == pytest.approx(0.1)
     with pytest.raises(ValueError, match="one length"):
         bootstrap(difference, frozen, frozen[1:])
+    assert bootstrap(streams.mean, [0.5]) == Interval(0.5, None, None)
 
 
 def difference(upper: Any, lower: Any) -> float:
