@@ -20,6 +20,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,9 +32,11 @@ import transformers
 from numpy.typing import NDArray
 from scipy import stats
 
+from paceline import actors, cluster, deploy
 from paceline.actors.atomic_file import replace_text
 
 FILLS = 3  # prompts of a block for each request in flight
+_SOURCES = (".py", ".cpp", ".h", ".yaml")
 
 Item = TypeVar("Item")
 Sample = Sequence[float] | NDArray[np.float64]
@@ -212,15 +215,29 @@ def differing(
     return [key for key in sorted(found) if list(found[key]) != list(expected[key])]
 
 
-def machine() -> dict[str, Any]:
-    """Processor, cores, memory, accelerator, versions, and load average of this machine."""
+@cache
+def build() -> dict[str, str]:
+    """The processor, and a hash of Paceline's sources: they decide what a kept speed is worth."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    folders = [Path(package.__path__[0]) for package in (actors, cluster, deploy)]
+    found = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in folder.rglob("*")):
+        if path.suffix in _SOURCES:
+            found.update(path.read_bytes())
     return {
         "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "sources": found.hexdigest()[:10],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The build, and cores, memory, accelerator, versions and load average of this machine."""
+    return {
+        **build(),
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

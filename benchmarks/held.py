@@ -96,7 +96,7 @@ def note(file: Path, held: Iterable[Held]) -> None:
 
 
 def end_leftovers(file: Path) -> None:
-    """End what a killed run has left, the same processes only."""
+    """End what a killed run has left: the same processes, and what they have started since."""
     try:
         noted = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -105,7 +105,7 @@ def end_leftovers(file: Path) -> None:
         try:
             process = psutil.Process(pid)
             if process.create_time() == created:
-                process.kill()
+                _signal([process, *process.children(recursive=True)], signal.SIGKILL)
         except psutil.Error:
             continue
 

@@ -25,8 +25,9 @@ from peers.weights import bf16_gguf, checkpoint, openvino_ir, own_gguf
 HOSTS = Path(__file__).parent / "hosts"
 MODEL_NAME = "paceline"  # what requests name
 PLAIN, ALONE = "Paceline, no drafts", "Paceline's engine alone, no drafts"
-DAY0, AUTO = "Paceline, day-0 draft", "Paceline, defaults"
-LEARNT, SUFFIX = "Paceline, defaults after a lesson", "Paceline, suffixes of the request alone"
+DAY0 = "Paceline, day-0 draft and suffixes of the request"
+SUFFIX = "Paceline, suffixes of the request alone"
+AUTO, LEARNT = "Paceline, defaults", "Paceline, defaults after a lesson"
 LLAMA_BF16 = "llama.cpp, bf16"
 
 
@@ -195,12 +196,13 @@ def _common(setup: Setup, port: int, threads: int | None = None) -> list[str]:
 
 
 _ALONE = {"OMP_WAIT_POLICY": "passive"}  # as `paceline serve` sets it for its processes
-_OURS: dict[str, Any] = {"ours": True, "body": {"model": MODEL_NAME}}
+_BODY = {"model": MODEL_NAME, "return_token_ids": True}
+_OURS: dict[str, Any] = {"ours": True, "body": _BODY}
 _LLAMA: dict[str, Any] = {"environment": LLAMA_CPP}
 _OPENVINO: dict[str, Any] = {"environment": OPENVINO}
 _VLLM: dict[str, Any] = {
     "environment": VLLM,
-    "body": {"model": MODEL_NAME},
+    "body": _BODY,
     "variables": {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
 }
 _NO_TRAINING = {"training": {"enabled": False}}
@@ -227,7 +229,7 @@ PEERS: tuple[Peer, ...] = (
     ),
     Peer("OpenVINO, bf16", _openvino("fp16"), same_weights=True, main=True, **_OPENVINO),
     Peer("OpenVINO, int8", _openvino("int8"), main=True, **_OPENVINO),
-    Peer("OpenVINO, int8, prompt lookup", _openvino("int8", "--lookup"), **_OPENVINO),
+    Peer("OpenVINO, int8, prompt lookup", _openvino("int8", "--lookup"), main=True, **_OPENVINO),
     Peer("OpenVINO, int8, draft model", _openvino("int8", draft=True), **_OPENVINO),
     Peer("vLLM, bf16", _vllm(), same_weights=True, main=True, **_VLLM),
     Peer(

@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import processes
@@ -77,8 +77,8 @@ class Server:
         """Whether its first process runs, or is suspended."""
         return self.held is not None and self.held.alive
 
-    def start(self) -> None:
-        """Start it and wait for its first answer.
+    def start(self, note: Callable[[], None]) -> None:
+        """Start it, call ``note`` at once, and wait for its first answer.
 
         Raises:
             PeerError: it cannot be had, ended, or took too long.
@@ -102,6 +102,7 @@ class Server:
                 start_new_session=True,
             )
         self.held = Held(process)
+        note()
         try:
             self._wait(began + _START_S)
             self.warm_up()
@@ -264,8 +265,8 @@ class Fleet:
         while idle and _available_mib() < needed + _RESERVE_MIB:
             say(f"  stopping {idle[0].peer.name}: memory is short")
             idle.pop(0).stop()
-        server.start()
-        self._note()
+        server.start(self._note)
+        self._note()  # with what it has started itself
 
     def keep(self, names: Collection[str]) -> None:
         """End all other servers: they have no turn for a while."""

@@ -26,6 +26,7 @@ class Reply:
         last: time of the last one.
         tokens: generated, by the server's count.
         waits_s: between events with tokens.
+        first_tokens: tokens of the first event: those of a whole round of speculation.
     """
 
     sent: float
@@ -33,11 +34,12 @@ class Reply:
     last: float | None = None
     tokens: int = 0
     waits_s: list[float] = field(default_factory=list)
+    first_tokens: int = 0
 
-    def event(self, now: float) -> None:
-        """Note an event with tokens."""
+    def event(self, now: float, tokens: int) -> None:
+        """Note an event with so many tokens; of later ones nobody needs the number."""
         if self.last is None:
-            self.first = now
+            self.first, self.first_tokens = now, tokens
         else:
             self.waits_s.append(now - self.last)
         self.last = now
@@ -49,8 +51,9 @@ class Reply:
 
     @property
     def tpot_s(self) -> float:
-        """Time per token after the first."""
-        return ((self.last or 0.0) - (self.first or 0.0)) / max(self.tokens - 1, 1)
+        """Time per token after those of the first event."""
+        further = max(self.tokens - self.first_tokens, 1)
+        return ((self.last or 0.0) - (self.first or 0.0)) / further
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,13 @@ class Work:
     max_tokens: int
     temperature: float
     at_once: int
+
+
+def tokens_of(line: str) -> int:
+    """Tokens of an event; one where the server does not give them, as llama.cpp's."""
+    (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+    ids = choice.get("token_ids")
+    return 1 if ids is None else len(ids)
 
 
 async def _ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Reply:
@@ -75,7 +85,8 @@ async def _ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Reply:
             if '"error"' in line and '"choices"' not in line:
                 raise PeerError(line[:300])
             if '"choices":[]' not in line and '"choices": []' not in line:
-                reply.event(time.monotonic())
+                now = time.monotonic()
+                reply.event(now, 0 if reply.first else tokens_of(line))
             if '"usage":{' in line or '"usage": {' in line:
                 usage = json.loads(line.removeprefix("data: "))["usage"]
                 reply.tokens = usage["completion_tokens"]

@@ -41,7 +41,7 @@ def answer(engine: Engine, block: dict[str, Any]) -> list[Reply]:
     for output in drive(engine, requests, block["at_once"]):
         reply = replies[int(output.request_id)]
         if output.chunk.token_ids:
-            reply.event(time.monotonic())
+            reply.event(time.monotonic(), len(output.chunk.token_ids))
             reply.tokens += len(output.chunk.token_ids)
         if output.chunk.finish_reason is not None:
             following = next(waiting, None)

@@ -63,7 +63,8 @@ def serve(port: int, submit: Callable[[Job], None], decode: Callable[[Sequence[i
                     break
                 count += len(tokens)
                 choice = {"index": 0, "text": decode(tokens), "finish_reason": None}
-                self._send({"object": "text_completion", "choices": [choice]})
+                choices = [choice | {"token_ids": list(tokens)}]
+                self._send({"object": "text_completion", "choices": choices})
             self._send({"choices": [], "usage": {"completion_tokens": count}})
             self._write(b"data: [DONE]\n\n")
             self.wfile.write(b"0\r\n\r\n")

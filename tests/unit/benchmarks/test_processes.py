@@ -108,6 +108,7 @@ def test_what_a_killed_run_has_left_is_ended_and_nothing_else(tmp_path: Path) ->
         file.write_text(json.dumps([[pid, at - 1.0] for pid, at in noted]), encoding="utf-8")
         end_leftovers(file)  # other processes that have their numbers now
         assert held.alive
-        note(file, [held])
+        file.write_text(json.dumps(noted[:1]), encoding="utf-8")  # before its child was started
         end_leftovers(file)
         wait_until(lambda: not held.alive, "its end")
+        wait_until(lambda: not psutil.pid_exists(noted[1][0]), "its child's end")
