@@ -51,6 +51,8 @@ def status(url: str, timeout_s: float = 60.0) -> dict[str, Any]:
 class Turns:
     """``paceline serve`` in processes of its own, which stand still between its turns.
 
+    They begin at once; :meth:`start` waits until they are ready.
+
     Args:
         target: see models.config_of.
         keys: of the configuration.
@@ -59,9 +61,6 @@ class Turns:
     Attributes:
         held: its processes.
         state_dir: of its configuration.
-
-    Raises:
-        RuntimeError: it does not start.
     """
 
     def __init__(self, target: str, keys: Mapping[str, Any], folder: Path) -> None:
@@ -74,22 +73,25 @@ class Turns:
         file = folder / "paceline.yaml"  # JSON is YAML
         file.write_text(config.model_dump_json(), encoding="utf-8")
         self._url = f"http://127.0.0.1:{config.port}"
-        log = folder / "log"
-        with log.open("w", encoding="utf-8") as out:
+        self._log = folder / "log"
+        with self._log.open("w", encoding="utf-8") as out:
             command = [sys.executable, "-m", "paceline.deploy.cli.main", "serve", str(file)]
             first = subprocess.Popen(
                 command, stdout=out, stderr=out, text=True, env=_env(), start_new_session=True
             )
         self.held = Held(first)
+
+    def start(self) -> None:
+        """Wait until it serves; it stands still then.
+
+        Raises:
+            RuntimeError: it does not start.
+        """
         deadline = time.monotonic() + _START_S
-        try:
-            while STARTED not in log.read_text(encoding="utf-8"):
-                if not self.held.alive or time.monotonic() > deadline:
-                    raise RuntimeError(f"{folder.name} did not start: {log}")
-                time.sleep(0.2)
-        except BaseException:  # an interrupt must not leave it either
-            self.end()
-            raise
+        while STARTED not in self._log.read_text(encoding="utf-8"):
+            if not self.held.alive or time.monotonic() > deadline:
+                raise RuntimeError(f"{self._log.parent.name} did not start: {self._log}")
+            time.sleep(0.2)
         self.held.suspend()
 
     @contextmanager

@@ -5,18 +5,19 @@
 A block is a window of a trace at one load, which every variant's server serves in turn while the
 others stand still:
 
-    plain    no drafts, no router, no training
-    frozen   the initial drafts behind the router, no training, an answer of each topic recorded
-    suffix   the same, and suffix drafts from all answers of this very traffic
-    online   the same, and the drafts learn from it, on the same cores
+    plain                no drafts, no router, no training
+    frozen and suffixes  the initial drafts behind the router and suffixes of the request itself, no
+                         training, an answer of each topic recorded
+    all suffixes         the same, and suffixes of all answers of this very traffic
+    online               the same, and the drafts learn from it, on the same cores
 
 All begin with a lesson of the same traffic, ``online`` at a light load, in whose pauses it learns,
 the others as fast as they can. The load is a fraction of the requests per second of ``plain`` with
 16 always in flight. Arrivals are the trace's on a stretched time axis; a request's prompt is real
 text whose rank by length among the block's is the rank of the trace's prompt; an answer ends where
 the target ends it, or at the trace's length, scaled. Answers are greedy, and must be the same from
-every variant but for bfloat16's last bits. Blocks lie in out/bench/online/traffic; a run that goes
-on starts its servers anew, and gives the lesson again.
+every variant but for bfloat16's last bits. Whole blocks lie in out/bench/online/traffic; a run that
+goes on starts its servers anew, and gives the lesson again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,12 @@ from paceline.actors.engine.model_loader import load_tokenizer
 from paceline.actors.weights.history import read_all_decisions
 from paceline.deploy.demo.prompts import TOPICS
 
-PLAIN, FROZEN, SUFFIX, ONLINE = VARIANTS = ("plain", "frozen", "suffix", "online")
+PLAIN, FROZEN, SUFFIX, ONLINE = VARIANTS = (
+    "plain",
+    "frozen and suffixes",
+    "all suffixes",
+    "online",
+)
 # Not `store: false`, which would keep prompts out of the prefix cache too.
 _NO_RECORDS = {"replay.max_records_per_s": 1e-6}
 # Keys of the configuration of `paceline serve` that a variant changes.
@@ -112,17 +117,21 @@ def planned(
 
 
 def busy_rate(ended_s: Sequence[float], at_once: int) -> float:
-    """Answers per second until the last request was sent and the load fades out.
+    """Answers per second between the first ones and those after which the load fades out.
 
-    ``ended_s`` are seconds after the first request was sent, with ``at_once`` in flight.
+    Of either end ``at_once`` are left out: what is in flight has work in it that no end tells.
+
+    Args:
+        ended_s: ends of all answers, seconds.
+        at_once: requests in flight.
 
     Raises:
-        ValueError: all were sent at once.
+        ValueError: there are not enough.
     """
-    count = len(ended_s) - at_once
-    if count < 1:
+    ends = sorted(ended_s)[at_once - 1 : -at_once]
+    if len(ends) < 2:
         raise ValueError(f"{len(ended_s)} requests, {at_once} at once: no rate")
-    return count / sorted(ended_s)[count - 1]
+    return (len(ends) - 1) / (ends[-1] - ends[0])
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -196,6 +205,7 @@ class Traffic:
         pools = [training_prompts(options.data, t, tokenizer, _POOL) for t in TOPICS]
         self.prompts = interleaved(pools)
         self.common = {
+            **harness.build(),
             "models": model_hashes(*models),
             "prompts": [source_of(options.data), mark_of(self.prompts)],
             "traces": list(self.traces),  # a block's prompts are those after the blocks before it
@@ -252,10 +262,14 @@ class Traffic:
             harness.say(f"starting {variant}")
             own = self.options
             folder = self._work / variant
-            server = Turns(own.target, keys_of(own, variant), folder)
-            self._servers[variant] = server
-            note(self._noted, [each.held for each in self._servers.values()])
+            server = self._servers[variant] = Turns(own.target, keys_of(own, variant), folder)
+            self._note()
+            server.start()
+            self._note()  # with what it has started itself
         return self._servers[variant]
+
+    def _note(self) -> None:
+        note(self._noted, [each.held for each in self._servers.values()])
 
     def _teach(self, server: Turns, variant: str) -> None:
         lesson = self._lesson()
@@ -279,7 +293,7 @@ class Traffic:
         return sum(map(self._count, [*lesson, *blocks]))
 
     def run(self, block: Block, start: int) -> list[Unit]:
-        """Serve a block by every variant whose unit is not there.
+        """Serve a block by every variant, unless it is there: pairs must be of one time.
 
         Args:
             block: see Block.
@@ -288,19 +302,21 @@ class Traffic:
         Returns:
             A unit per variant.
         """
-        units = []
-        for turn, variant in enumerate(turns(block, list(self.traces), self.options.loads)):
-            settings = self.common | {
-                "block": asdict(block),
-                "variant": variant,
-                "turn": turn,
-                "requests_per_s": self._rate(block),
-                "first_prompt": start,
-            }
-            name = f"block-{block.trace}-{block.load:g}-{block.repeat}-{variant}"
-            found = self.store.unit(name, settings, partial(self._serve, start, block, variant))
-            units.append({**asdict(block), "variant": variant, "turn": turn, **found})
-        return units
+        order = turns(block, list(self.traces), self.options.loads)
+        settings = self.common | {
+            "block": asdict(block),
+            "variants": order,
+            "requests_per_s": self._rate(block),
+            "first_prompt": start,
+        }
+        name = f"block-{block.trace}-{block.load:g}-{block.repeat}"
+        found = self.store.unit(
+            name, settings, lambda: {own: self._serve(start, block, own) for own in order}
+        )
+        return [
+            {**asdict(block), "variant": variant, "turn": turn, **found[variant]}
+            for turn, variant in enumerate(order)
+        ]
 
     def _rate(self, block: Block) -> float:
         """Requests per second."""

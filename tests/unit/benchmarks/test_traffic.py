@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
+import subprocess
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +16,10 @@ import processes
 import pytest
 from clients import Outcome, Planned, Reply, outcome_of
 from harness import Store
+from held import Held
 from online import traces, traffic
 from online.traffic import (
+    FROZEN,
     ONLINE,
     PLAIN,
     VARIANTS,
@@ -208,6 +212,54 @@ def test_what_is_there_is_not_served_again(tmp_path: Path) -> None:
     assert len(runs.seen) == 12
 
 
+def test_a_block_that_was_broken_off_is_served_again_by_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Here(400, Store(tmp_path))
+    block = runs.blocks()[0]
+    serve = runs._serve
+
+    def broken_off(start: int, block: Block, variant: str) -> dict[str, Any]:
+        if len(runs.seen) == 2:
+            raise KeyboardInterrupt
+        return serve(start, block, variant)
+
+    monkeypatch.setattr(runs, "_serve", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        runs.run(block, 0)
+    monkeypatch.setattr(runs, "_serve", serve)
+    runs.run(block, 0)
+    assert [variant for variant, _ in runs.seen] == [*VARIANTS[:2], *VARIANTS]
+
+
+class Starting:
+    """A server that never gets ready."""
+
+    def __init__(self, *_: object) -> None:
+        self.held = Held(subprocess.Popen(["sleep", "300"], text=True))
+
+    def start(self) -> None:
+        raise RuntimeError("not ready")
+
+    def end(self) -> None:
+        self.held.end(signal.SIGTERM)
+
+
+def test_a_server_is_noted_before_it_is_ready_and_ended_though_it_never_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "Turns", Starting)
+    runs = Here(9, Store(tmp_path))
+    runs._servers, runs._work = {}, tmp_path
+    with pytest.raises(RuntimeError, match="not ready"):
+        runs._server(PLAIN)
+    held = runs._servers[PLAIN].held
+    noted = json.loads((tmp_path / "processes.json").read_text(encoding="utf-8"))
+    assert [pid for pid, _ in noted] == [held.first.pid]
+    runs.end()
+    assert not held.alive
+
+
 def test_the_config_of_every_variant_is_in_the_key() -> None:
     options = traffic.parse(["--quick", "--target", "small"])
     facts = traffic.config_facts(options)
@@ -220,11 +272,11 @@ def test_the_config_of_every_variant_is_in_the_key() -> None:
     assert traffic.config_facts(options) == facts
 
 
-def test_capacity_does_not_count_the_end_in_which_the_server_runs_empty() -> None:
+def test_capacity_counts_neither_the_begin_nor_the_end_in_which_the_server_runs_empty() -> None:
     steady = [1.0 + i for i in range(20)]
-    assert busy_rate([*steady[::-1], 60.0, 90.0], at_once=2) == pytest.approx(1.0)
+    assert busy_rate([*steady[::-1], 0.1, 60.0, 90.0], at_once=2) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="2 at once"):
-        busy_rate([1.0, 2.0], at_once=2)
+        busy_rate([1.0, 2.0, 3.0, 4.0], at_once=2)
 
 
 def test_the_clock_waits_for_a_trainer_that_has_something_to_load() -> None:
@@ -355,7 +407,7 @@ def test_speeds_are_those_of_the_same_requests() -> None:
     assert (first["requests"], first["blocks"]) == (5, 2)
     assert first["ratio"] == pytest.approx(((2 * 8) ** (1 / 2) * (2 * 16 * 1) ** (1 / 3)) ** 0.5)
     assert found["tpot_s", "online", "plain"]["ratio"] == pytest.approx(1.0)
-    assert "ratio" not in found["ttft_s", "frozen", "plain"]
+    assert "ratio" not in found["ttft_s", FROZEN, "plain"]
     failed = [served("plain", 0, 0.4), served("online", 0, 0.4, failed=0)]
     assert all("ratio" not in row for row in speeds_of(failed))
 
