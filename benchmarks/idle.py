@@ -1,13 +1,12 @@
 """Cost of learning in idle time for the clients, and the share of idle time that it uses.
 
-    make bench-idle ARGS="--requests 200"
+    make bench-idle ARGS="--pairs 4"
 
 A server under open-loop traffic with gaps (Poisson arrivals). Blocks with trainers on and off (the
-trainer scheduler paused) take turns, a pair with the same requests, so that each request is
-compared with itself. Idle are gaps of over 200 ms without a request in flight; the trainer's use of
-them, and how long it continues after the arrival that ends a gap, are read from its CPU clock every
-5 ms. Exit status 1 if a request failed or changed, a topic is not warm, a draft failed or the
-trainer died.
+trainer scheduler paused) take turns, a pair with the same requests; intervals are over pairs. Idle
+are gaps of over 200 ms without a request in flight; the trainer's use of them, and how long it
+continues after the arrival that ends a gap, are read from its CPU clock every 5 ms. Exit status 1
+if a request failed or changed, a topic is not warm, a draft failed or the trainer died.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from operator import sub, truediv
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import ray
 from clients import Outcome, Planned, chat, replay, until
-from harness import arguments, bootstrap, interval, machine, say, show, write
+from harness import arguments, interval, machine, say, show, t_interval, write
 from serving import application, status
 
 from paceline.deploy.app import RunningApp
@@ -149,26 +147,20 @@ def block_of(outcomes: Sequence[Outcome], pair: int, side: str, began: float) ->
     return frame.assign(pair=pair, side=side, sent=sent, ended=ended)
 
 
-def compared(requests: pd.DataFrame, figure: str, seed: int = 0) -> dict[str, Any]:
+def compared(requests: pd.DataFrame, figure: str) -> dict[str, Any]:
     """Percentiles in milliseconds of every request that both sides of its pair answered.
 
-    Each with its interval: ``on``, ``off``, their ``ratio`` and ``difference``.
+    ``on``, ``off``, their ``ratio`` and ``difference``: means over pairs of blocks, with intervals.
+    Requests of a block share the machine's pace, and are no units of their own.
     """
     whole = requests[requests.error.isna()].set_index(["pair", "side"], append=True)[figure]
     sides = whole.unstack("side").reindex(columns=[ON, OFF]).astype(float).dropna()
     found: dict[str, Any] = {"requests": len(sides)}
-    of = {ON: lambda on, _: on, OFF: lambda _, off: off, "ratio": truediv, "difference": sub}
     for q in (50, 99) if len(sides) else ():
-        found[f"p{q}"] = {
-            name: asdict(
-                bootstrap(
-                    lambda *both, f=f, q=q: f(*(_MS * np.percentile(own, q) for own in both)),
-                    *(sides[side].to_numpy() for side in (ON, OFF)),
-                    seed=seed,
-                )
-            )
-            for name, f in of.items()
-        }
+        pairs = _MS * sides.groupby(level="pair").quantile(q / 100.0)
+        on, off = pairs[ON], pairs[OFF]
+        figures = {ON: on, OFF: off, "ratio": on / off, "difference": on - off}
+        found[f"p{q}"] = {name: asdict(t_interval(own)) for name, own in figures.items()}
     return found
 
 
@@ -321,8 +313,8 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> int:
     """Measure, write and show."""
     parser = arguments(__doc__, "target", "out")
-    parser.add_argument("--requests", type=int, default=1000, help="per block")
-    parser.add_argument("--pairs", type=int, default=2, help="of blocks, on and off")
+    parser.add_argument("--requests", type=int, default=200, help="per block")
+    parser.add_argument("--pairs", type=int, default=10, help="of blocks, on and off")
     parser.add_argument("--rate", type=float, default=1.5, help="arrivals per second")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--warm-up-s", type=float, default=900.0, help="at most")
