@@ -12,6 +12,7 @@ processor seconds of the reference; a seed is another order.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +21,7 @@ from typing import Any, get_args
 
 import numpy as np
 from experts import endless_batches, prepare
-from harness import interval, machine, say, show, t_interval, write
+from harness import Interval, interval, machine, say, show, t_interval, write
 from prompts import Prompt
 
 from online.lab import FROZEN, Lab, Sizes, lab_arguments
@@ -171,7 +172,7 @@ def summary(
 
     Chance may explain a gain over the reference by the order of the records (over seeds) and by
     the test records (each averaged over the seeds); it is ``clearly`` better or worse if neither
-    does.
+    does. ``gain`` has the wider of the two intervals.
     """
     cells = {}
     for name, own in runs.items():
@@ -187,11 +188,16 @@ def summary(
                 "in_time": float(np.mean([run["in_time"][kind] for run in own])),
                 "gain_over_seeds": asdict(over[0]),
                 "gain_over_records": asdict(over[1]),
+                "gain": asdict(max(over, key=_width)),
                 "clearly": "better" if better else "worse" if worse else None,
             }
         cells[name] = cell | {"mib": own[0]["mib"]}
     untrained = {kind: float(np.mean(before[kind])) for kind in _KINDS}
     return {"untrained": untrained, "reference": reference, "cells": cells}
+
+
+def _width(gain: Interval) -> float:
+    return math.inf if gain.low is None or gain.high is None else gain.high - gain.low
 
 
 def run_topic(lab: Lab, topic: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -250,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [
             {"cell": name, "training_s": cell["training_s"]}
             | {kind: interval(cell[kind]["acceptance"]) for kind in _KINDS}
-            | {f"{k} gain": interval(cell[k]["gain_over_records"]) for k in _KINDS}
+            | {f"{k} gain": interval(cell[k]["gain"]) for k in _KINDS}
             | {f"{k} clearly": cell[k]["clearly"] for k in _KINDS}
             | {f"{k} in the reference's time": cell[k]["in_time"] for k in _KINDS}
             | {f"{part}, MiB": size for part, size in cell["mib"].items()}

@@ -92,6 +92,9 @@ def test_clearly_better_means_by_seeds_and_by_records() -> None:
         "by_one_record": None,
         "by_one_seed": None,
     }
+    wider = {"by_one_record": "gain_over_records", "by_one_seed": "gain_over_seeds"}
+    for name, kind in wider.items():
+        assert cells[name]["greedy"]["gain"] == cells[name]["greedy"][kind]
     assert cells["better"]["sampled"]["gain_over_records"]["value"] == pytest.approx(0.11)
     assert cells["better"]["sampled"]["acceptance"]["value"] == pytest.approx(0.61)
 
@@ -104,4 +107,5 @@ def test_a_run_that_was_broken_off_is_compared_over_the_seeds_that_it_has() -> N
         "low": None,
         "high": None,
     }
+    assert cell["greedy"]["gain"]["low"] is None
     assert cell["greedy"]["clearly"] is None
