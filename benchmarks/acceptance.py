@@ -13,7 +13,7 @@ import sys
 
 import torch
 from decoding import Served
-from harness import arguments, write
+from harness import arguments, machine, write, written
 from models import find_models, load_engine
 from prompts import MAX_PROMPT_TOKENS, measured_prompts, source_of
 
@@ -61,8 +61,8 @@ def main() -> int:
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     sys.stdout.write("\n".join(lines) + "\n")
-    settings = {"k": options.k, "prompts": options.prompts}
-    write(options.out / "acceptance.json", settings | {"found": found})
+    figures = {"machine": machine(), "settings": written(options), "found": found}
+    write(options.out / "acceptance.json", figures)
     return 0
 
 

@@ -17,7 +17,7 @@ import harness
 import torch
 from decoding import Block, Cell, Served, make_blocks, run_cell, summary
 from models import find_models, load_engine
-from prompts import MAX_PROMPT_TOKENS, measured_prompts
+from prompts import MAX_PROMPT_TOKENS, measured_prompts, source_of
 
 from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.grammar import GrammarCompiler, GrammarState, only_token
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for batch in options.batches
         for temperature in options.temperatures
     ]
-    settings = {name: str(value) for name, value in vars(options).items()}
+    settings = harness.written(options) | {"data": source_of(options.data)}
     figures = {"machine": before, "settings": settings, "cells": cells}
     harness.write(options.out / "constrained.json", figures)
     for cell in cells:

@@ -21,7 +21,18 @@ from typing import Any
 import httpx
 import pandas as pd
 from clients import Reply, ask
-from harness import Timing, arguments, machine, paired_ratio, parsed, rotation, say, show, write
+from harness import (
+    Timing,
+    arguments,
+    machine,
+    paired_ratio,
+    parsed,
+    rotation,
+    say,
+    show,
+    write,
+    written,
+)
 from serving import application
 
 from paceline.deploy.demo.prompts import generate
@@ -168,7 +179,7 @@ def main() -> None:
     with application(options.target, options.port, keys) as running:
         turns = asyncio.run(measure(running.base_url, options))
     rows = table(turns)
-    facts = {"machine": machine(), "options": vars(options) | {"out": str(options.out)}}
+    facts = {"machine": machine(), "settings": written(options)}
     turn_facts = [asdict(turn) for turn in turns]
     write(options.out / "conversation.json", facts | {"rows": rows, "turns": turn_facts})
     show("Time to the first token by turn, prefix reused and new", rows)

@@ -33,7 +33,7 @@ from decoding import (
     summary,
 )
 from models import SMALL, TARGET, find_models, load_engine
-from prompts import MAX_PROMPT_TOKENS, measured_prompts
+from prompts import MAX_PROMPT_TOKENS, measured_prompts, source_of
 from tqdm import tqdm
 from transformers.utils import logging
 
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtype = str(bench.dtype).removeprefix("torch.")
     figures: dict[str, Any] = {
         "machine": before,
-        "settings": {name: str(value) for name, value in vars(options).items()} | {"dtype": dtype},
+        "settings": harness.written(options) | {"data": source_of(options.data), "dtype": dtype},
         **run(bench),
         "load_average_after": harness.machine()["load_average"],
     }

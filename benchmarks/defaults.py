@@ -37,6 +37,7 @@ from harness import (
     show,
     while_all_run,
     write,
+    written,
 )
 from models import find_models
 from prompts import Prompt, interleaved, measured_prompts, source_of
@@ -153,7 +154,7 @@ def main() -> None:
         for in_flight in options.in_flight:
             timings = measure(running.base_url, prompts, in_flight, options)
             rows += summary(in_flight, timings)
-    settings = vars(options) | {"out": str(options.out), "data": source_of(options.data)}
+    settings = written(options) | {"data": source_of(options.data)}
     write(options.out / "defaults.json", {"machine": machine(), "settings": settings, "rows": rows})
     show("Speed, and over neither drafts nor records", rows)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from decoding import Served, answers
-from harness import arguments, differing, say, write
+from harness import arguments, differing, machine, say, write, written
 from models import find_models, load_engine
 from prompts import Prompt, chat_ids
 
@@ -127,7 +127,8 @@ def main() -> int:
     results = [compare(target, draft, dtype, *amount) for dtype in options.dtypes]
     for result in results:
         sys.stdout.write(json.dumps(result) + "\n")
-    write(options.out / "exactness.json", results)
+    figures = {"machine": machine(), "settings": written(options), "results": results}
+    write(options.out / "exactness.json", figures)
     for fault in (faults := broken(results)):
         say(fault)
     return int(bool(faults))

@@ -23,7 +23,7 @@ from typing import Any
 import processes
 import psutil
 from clients import Load, Reply, bodies, until
-from harness import arguments, machine, parsed, say, show, write
+from harness import arguments, machine, parsed, say, show, write, written
 from models import SMALL
 from ray import serve
 from serving import application, status
@@ -239,7 +239,7 @@ def main() -> int:
         failures += wrong
     figures = {
         "machine": machine(),
-        "settings": {"dtype": options.dtype, "requests": count, "max_tokens": tokens},
+        "settings": written(options),
         "faults": {placement: [asdict(row) for row in rows] for placement, rows in found.items()},
         "failures": failures,
     }

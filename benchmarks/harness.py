@@ -346,6 +346,12 @@ def arguments(doc: str | None, *names: str, **defaults: Any) -> argparse.Argumen
     return parser
 
 
+def written(options: argparse.Namespace) -> dict[str, Any]:
+    """Options of a run for its JSON file, without folders of this machine."""
+    own = {name: value for name, value in vars(options).items() if name not in ("data", "out")}
+    return dict(json.loads(json.dumps(own, default=str)))
+
+
 def parsed(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, **quick: Any
 ) -> argparse.Namespace:

@@ -26,7 +26,7 @@ import numpy as np
 import pandas as pd
 import ray
 from clients import Outcome, Planned, chat, replay, until
-from harness import arguments, interval, machine, say, show, t_interval, write
+from harness import arguments, interval, machine, say, show, t_interval, write, written
 from serving import application, status
 
 from paceline.deploy.app import RunningApp
@@ -299,7 +299,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         failures = status(running.base_url)["target"].get("draft_failures", 0)
     figures: dict[str, Any] = {
         "machine": machine(),
-        "settings": vars(options) | {"out": str(options.out), "decided_before": decided},
+        "settings": written(options) | {"decided_before": decided},
         "tpot": compared(requests, "tpot_s"),
         "ttft": compared(requests, "ttft_s"),
         "lag_ms_max": _MS * float(requests.lag_s.max()),

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from harness import arguments, machine, show, write
+from harness import arguments, machine, show, write, written
 from models import find_models
 
 from paceline.actors.engine import native
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures = {
         "machine": before,
         "load_average_after": machine()["load_average"],
-        "threads": options.threads,
+        "settings": written(options),
         "dtype": str(model.dtype),
         "gflop_per_s": flops / 1e9,
         "gb_per_s": bandwidth / 1e9,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from decoding import answers
-from harness import arguments, machine, show, write
+from harness import arguments, machine, show, write, written
 from models import find_models, load_engine
 from transformers import AutoConfig, StaticCache
 
@@ -72,7 +72,8 @@ def main() -> None:
     for length in (facts.max_model_len, tokens):
         fits = options.mib * _MIB // static_bytes(config, length, dtype)
         rows.append({"cache": f"static, {length} tokens", "requests": fits})
-    write(options.out / "memory.json", {"machine": machine(), "settings": own, "rows": rows})
+    figures = {"machine": machine(), "settings": written(options), "rows": rows}
+    write(options.out / "memory.json", figures)
     show(f"Requests of {tokens} tokens in {options.mib} MiB, {facts['dtype']}", rows)
 
 

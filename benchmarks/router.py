@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import arguments, json_lines, machine, rotation, say, show, write
+from harness import arguments, json_lines, machine, rotation, say, show, write, written
 from models import ROUTER
 
 from paceline.actors.general import GENERAL
@@ -180,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for title, table in figures.items():
         show(title, table)
-    write(options.out / "router.json", {"machine": before, **figures})
+    write(options.out / "router.json", {"machine": before, "settings": written(options), **figures})
 
 
 if __name__ == "__main__":

@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lab = Lab(options, _QUICK if options.quick else _FULL)
     figures = {name: getattr(options, name) for name in ("steps", "seeds")} | {
         "machine": machine(),
-        "settings": lab.settings((), {}),
+        "settings": lab.run_settings(options.topics),
         "topics": {topic: run_topic(lab, topic, options) for topic in options.topics},
     }
     name = "adapters" if options.adapters else "grid"

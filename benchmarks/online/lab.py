@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import yaml
 from decoding import Answer, answers
-from harness import Store, arguments, digest
+from harness import Store, arguments, digest, written
 from models import config_of, load_engine, model_hashes
 from prompts import Prompt, mark_of, measured_prompts, source_of, training_prompts
 from torch import Tensor
@@ -101,7 +101,7 @@ class Lab:
 
     def __init__(self, options: argparse.Namespace, sizes: Sizes) -> None:
         self.store, self.data, self.sizes = Store(options.out / "online"), options.data, sizes
-        self.threads, self.dtype = options.threads, options.dtype
+        self.threads, self.dtype, self._options = options.threads, options.dtype, options
         pairs = (text.split("=", 1) for text in options.set)
         keys = _USUAL | (_QUICK_KEYS if options.quick else {})
         self.config = config_of(
@@ -264,6 +264,11 @@ class Lab:
             "rules": RULES,
             **more,
         }
+
+    def run_settings(self, topics: Sequence[str]) -> dict[str, Any]:
+        """Settings of a run over these topics, its sizes and options among them."""
+        own = {"sizes": asdict(self.sizes), "options": written(self._options)}
+        return self.settings(topics, own)
 
     def kept(self, name: str, settings: Mapping[str, Any]) -> Path:
         """File that a unit which takes long writes while it is made."""

@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         records = [record for record in found if len(record.output_token_ids) == TOKENS]
         if records:
             topics[topic] = summary(by_place(lab.evaluator.agreements(None, records)))
-    write(options.out / "lengths.json", {"machine": machine(), "topics": topics})
+    settings = lab.run_settings(list(topics))
+    figures = {"machine": machine(), "settings": settings, "topics": topics}
+    write(options.out / "lengths.json", figures)
     names = [f"{start}-{start + BIN}" for start in range(0, TOKENS, BIN)]
     show(
         "Agreement by place in answers that reach the limit",

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {f"{kind} {t}": experts.facts_of(trained.folder(kind, t)) for kind, t in trained.wanted}
     figures: dict[str, Any] = {
         "machine": before,
-        "settings": {"sizes": asdict(lab.sizes), **lab.settings((), {})},
+        "settings": lab.run_settings(options.topics),
         "trained": {name: facts["figures"] for name, facts in found.items() if facts},
         "cells": [
             measure(Cell(1, temperature), variants, blocks, lab.sizes.max_tokens)

@@ -349,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     figures = {
         "machine": machine(),
-        "settings": {"sizes": asdict(sizes), **lab.settings((), {})},
+        "settings": lab.run_settings(TOPICS),
         "micro_steps": training,
         "rows": rows,
         "choices": {", ".join(key): count for key, count in choices.items()},

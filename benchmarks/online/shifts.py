@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for system in SYSTEMS:
             unit = shift(lab, kind, system, replace(learning, rests=False), order)
             shifts[f"{kind}, {system}"] = summary(unit, levels, size, abrupt=kind == "abrupt")
-    settings = {"sizes": asdict(lab.sizes), **lab.settings((), {})}
+    settings = lab.run_settings(order)
     figures = {"machine": machine(), "settings": settings, "shifts": shifts}
     write(options.out / "shifts.json", figures)
     draw_shifts(options.out / "shifts.png", shifts)

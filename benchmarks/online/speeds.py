@@ -20,6 +20,7 @@ import numpy as np
 from experts import prepare
 from harness import (
     Timing,
+    build,
     differing,
     interval,
     machine,
@@ -99,7 +100,7 @@ def speed(lab: Lab, topic: str, learning: Learning) -> Unit:
         own = {"timings": [asdict(timing) for timing in timings], "training": training}
         return own | {"differ": differ, "learning": facts, "machine": machine()}
 
-    named = {"learning": asdict(learning), "stream": len(lab.stream(topic))}
+    named = {**build(), "learning": asdict(learning), "stream": len(lab.stream(topic))}
     found = lab.unit(f"speed-{topic}", lab.settings([topic], named), make)
     assert found is not None
     return found
@@ -173,10 +174,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parsed(parser, argv, requests=48)
     prepare(options.threads)
     lab, learning = stream_lab(options), Learning(micro_steps=options.micro_steps)
-    topics, settings = {}, {"sizes": asdict(lab.sizes), **lab.settings((), {})}
+    topics: dict[str, Any] = {}
     for topic in options.topics:
         unit = speed(lab, topic, learning)
         topics[topic] = summary(unit, learning.requests_per_round)
+        settings = lab.run_settings(list(topics))
         write(options.out / "speeds.json", {"settings": settings, "topics": topics})
     report(topics)
     return 0

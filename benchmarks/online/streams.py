@@ -363,13 +363,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.ceiling is not None:
         lab.sizes = replace(lab.sizes, ceiling=options.ceiling)
     known = ORDER if options.data in (None, HUB) else FOLDER_TOPICS
-    topics, settings = {}, {"sizes": asdict(lab.sizes), **lab.settings((), {})}
+    topics: dict[str, Any] = {}
     for topic in options.topics or known:
         facts = topic_figures(lab, topic, options)
         if facts is None:
             continue
         topics[topic] = facts
         # After every topic: a run that is stopped leaves what it has found.
+        settings = lab.run_settings(list(topics))
         figures = {"machine": machine(), "settings": settings, "topics": topics}
         write(options.out / "streams.json", figures)
     draw(topics, options.out)

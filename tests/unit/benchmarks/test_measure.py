@@ -109,6 +109,13 @@ def test_single_blocks_per_topic_and_a_single_block() -> None:
     assert harness.paired_ratio(alone, "a", "b") == harness.Ratio(pytest.approx(2.0), None, None, 1)
 
 
+def test_the_settings_of_a_run_are_its_options_without_folders_of_this_machine() -> None:
+    parser = harness.arguments("Study.", "data", "threads", "out")
+    parser.add_argument("--draft", type=Path)
+    found = harness.written(parser.parse_args(["--data", "/rows", "--draft", "a/b"]))
+    assert found == {"threads": 1, "draft": "a/b"}
+
+
 def test_unpaired_blocks_are_refused() -> None:
     found = timings({"a": [("sql", 1.0), ("sql", 1.0)], "b": [("sql", 1.0)]})
     with pytest.raises(ValueError, match="same blocks"):

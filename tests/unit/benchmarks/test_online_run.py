@@ -79,3 +79,11 @@ def test_the_parts_that_are_not_wanted_are_not_run(
         parts=(), micro_steps=3, seeds=2, synthetic=1.0, quick=True, topics=["sql"]
     )
     assert streams.topic_figures(own, "sql", options) is None
+
+
+def test_the_settings_of_a_run_name_its_topics_prompts_and_options(tmp_path: Path) -> None:
+    found = lab(tmp_path).run_settings(["sql"])
+    assert found["topics"] == ["sql"]
+    assert found["prompts"] != lab(tmp_path).run_settings(["sql", "math"])["prompts"]
+    assert found["options"]["set"] == ["replay.held_out_fraction=0.4", "training.average_decay=0.9"]
+    assert found["sizes"]["stream"] == SIZES.stream
