@@ -6,8 +6,8 @@ Streams and whole answers, chats and completions, greedy, seeded and sampled, di
 bad requests, and drafts that train on it and are swapped. Every minute: memory (RSS and PSS), open
 files and sockets of every process, their number and PSS together, running and waiting requests,
 their KV blocks, bytes in Ray's object store. A series that rises over the last two thirds by more
-than its tolerance grows. Exit status 1 if one does, a request fails, a process was restarted, or a
-block is held when no request is left.
+than its tolerance grows. Exit status 1 if one does, a request fails, a process was restarted, a
+block is held when no request is left, or nothing was sent or swapped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import pandas as pd
 import processes
 import psutil
 from clients import CHAT, Reply, ask, chat
-from harness import arguments, machine, say, show, write
+from harness import arguments, machine, say, show, write, written
 from scipy import stats
 from serving import application, status
 
@@ -266,11 +266,18 @@ def growths_of(readings: Sequence[Reading]) -> dict[str, Growth]:
 
 
 def faults_of(
-    readings: Sequence[Reading], growths: Mapping[str, Growth], failures: Mapping[str, int]
+    readings: Sequence[Reading],
+    growths: Mapping[str, Growth],
+    sent: Mapping[str, int],
+    failures: Mapping[str, int],
 ) -> list[str]:
-    """Reasons why the soak failed; empty if it did not."""
+    """Reasons why the soak failed or says nothing; empty if there is none."""
     faults = [f"{name} grows" for name, growth in growths.items() if growth.grows]
     end = readings[-1]
+    if end.versions <= readings[0].versions:
+        faults.append("no draft was swapped: the version of none rose")
+    if not any(sent.values()):
+        faults.append("no request was sent")
     gone = sorted(readings[0].processes - end.processes)
     # Ray's own workers come and go.
     ours = [name for name in gone if name.split("/")[0] in processes.TITLES]
@@ -340,10 +347,10 @@ def main() -> int:
         amount = options.minutes, every_s, options.warm_up_s
         readings, mixed = asyncio.run(soak(running.base_url, *amount))
     growths = growths_of(readings)
-    faults = faults_of(readings, growths, mixed.failures)
+    faults = faults_of(readings, growths, mixed.sent, mixed.failures)
     figures = {
         "machine": machine(),
-        "minutes": options.minutes,
+        "settings": written(options),
         "requests": mixed.sent,
         "readings": list(map(asdict, readings)),
         "faults": faults,

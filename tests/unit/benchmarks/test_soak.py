@@ -13,6 +13,7 @@ from soak import Reading, blocks_held, faults_of, growth_of, growths_of, series_
 
 MINUTES = [60.0 * i for i in range(31)]
 TOLERANCE = (0.05, 10.0)
+SENT = {"stream": 9, "bad": 0}
 
 
 def test_a_leak_is_found_also_a_slow_one() -> None:
@@ -52,7 +53,7 @@ def held(memory: int) -> dict[str, int]:
 
 def reading(at: float, pss: int, pid: int = 7, running: int = 0) -> Reading:
     series = series_of({f"target/{pid}": held(pss)}, 0)
-    return Reading(at, series, running=running, waiting=0, blocks_held=0)
+    return Reading(at, series, running=running, waiting=0, blocks_held=0, versions=int(at))
 
 
 def test_the_usage_of_a_process_is_read() -> None:
@@ -67,20 +68,26 @@ def test_the_usage_of_a_process_is_read() -> None:
 
 def test_the_soak_says_what_is_wrong() -> None:
     flat = [reading(60.0 * i, 10**9) for i in range(10)]
-    assert faults_of(flat, growths_of(flat), {}) == []
+    assert faults_of(flat, growths_of(flat), SENT, {}) == []
     climbing = [reading(60.0 * i, 10**9 + i * 10**8) for i in range(10)]
-    faults = faults_of(climbing, growths_of(climbing), {})
+    faults = faults_of(climbing, growths_of(climbing), SENT, {})
     assert faults == ["all pss grows", "target/7 pss grows", "target/7 rss grows"]
     restarted = [*flat[:5], *(reading(60.0 * i, 10**9, pid=8, running=1) for i in range(5, 10))]
-    faults = faults_of(restarted, growths_of(restarted), {})
+    faults = faults_of(restarted, growths_of(restarted), SENT, {})
     assert faults[0] == "target/7 is gone or was restarted"
     assert "1 requests run" in faults[1]
+
+
+def test_a_soak_in_which_nothing_is_sent_or_swapped_says_nothing() -> None:
+    flat = [replace(reading(60.0 * i, 10**9), versions=4) for i in range(10)]
+    faults = faults_of(flat, growths_of(flat), {"stream": 0}, {})
+    assert faults == ["no draft was swapped: the version of none rose", "no request was sent"]
 
 
 def test_blocks_that_nobody_gives_back_are_found() -> None:
     flat = [reading(60.0 * i, 10**9) for i in range(10)]
     leaking = [*flat[:-1], replace(flat[-1], blocks_held=3)]
-    faults = faults_of(leaking, growths_of(leaking), {})
+    faults = faults_of(leaking, growths_of(leaking), SENT, {})
     assert faults == ["3 KV blocks are held after the end"]
     assert blocks_held({"kv_blocks_total": 24, "kv_blocks_available": 21}) == 3
     assert blocks_held({"error": "ActorDiedError"}) == -1
@@ -110,5 +117,5 @@ def test_processes_that_come_and_stay_are_found_though_none_of_them_grows() -> N
         )
         for i in range(10)
     ]
-    faults = faults_of(breeding, growths_of(breeding), {})
+    faults = faults_of(breeding, growths_of(breeding), SENT, {})
     assert faults == ["all processes grows", "all pss grows"]
