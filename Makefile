@@ -103,7 +103,8 @@ bench-online: setup
 
 # All studies of docs/results.md, hours: ARGS="--data FOLDER", or "--data hf", or "--quick". What is
 # there is kept.
-bench-proof: bench-online bench-shifts bench-speeds bench-grid bench-routes bench-medusa bench-traffic
+bench-proof: bench-online bench-lengths bench-shifts bench-speeds bench-grid bench-routes bench-medusa \
+	bench-traffic
 
 check: $(STAMPS)/packages
 	ruff check .

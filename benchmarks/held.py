@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -79,6 +80,12 @@ class Held:
                 continue
             total += times.user + times.system
         return total
+
+
+def environment() -> dict[str, str]:
+    """Of a server: it sets its own numbers of threads, and asks no hub."""
+    own = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "MKL_"))}
+    return own | {"HF_HUB_OFFLINE": "1"}
 
 
 def free_port() -> int:

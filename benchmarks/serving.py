@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from held import SETTLE_S, STARTED, Held, free_port
+from held import SETTLE_S, STARTED, Held, environment, free_port
 from models import config_of
 
 from paceline.deploy import app
@@ -77,7 +76,12 @@ class Turns:
         with self._log.open("w", encoding="utf-8") as out:
             command = [sys.executable, "-m", "paceline.deploy.cli.main", "serve", str(file)]
             first = subprocess.Popen(
-                command, stdout=out, stderr=out, text=True, env=_env(), start_new_session=True
+                command,
+                stdout=out,
+                stderr=out,
+                text=True,
+                env=environment(),
+                start_new_session=True,
             )
         self.held = Held(first)
 
@@ -107,9 +111,3 @@ class Turns:
     def end(self) -> None:
         """End it as Ctrl-C would."""
         self.held.end(signal.SIGINT)
-
-
-def _env() -> dict[str, str]:
-    """Without the numbers of threads of this process: the server sets its own."""
-    own = {n: v for n, v in os.environ.items() if not n.startswith(("OMP_", "MKL_"))}
-    return own | {"HF_HUB_OFFLINE": "1"}

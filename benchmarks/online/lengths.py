@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 from experts import prepare
-from harness import bootstrap, interval, machine, show, write
+from harness import bootstrap, interval, machine, parsed, show, write
 from numpy.typing import NDArray
+from prompts import HUB
 
 from online.lab import Lab, Sizes, lab_arguments
 from online.streams import mean, rounded
@@ -43,12 +44,13 @@ def summary(shares: NDArray[np.float64]) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Answer, compare, write figures."""
     parser = lab_arguments(__doc__)
-    parser.add_argument("--topics", nargs="+", default=("chat", "finance", "code"))
+    parser.add_argument("--topics", nargs="+", help="chat, finance, code; without a folder code")
     parser.add_argument("--answers", type=int, default=48, help="per topic, long or not")
-    options = parser.parse_args(argv)
+    options = parsed(parser, argv, answers=12)
     prepare(options.threads)
     lab, topics = Lab(options, replace(Sizes(), max_tokens=TOKENS)), {}
-    for topic in options.topics:
+    known = ("code",) if options.data in (None, HUB) else ("chat", "finance", "code")
+    for topic in options.topics or known:
         prompts = [p for p in lab.training_prompts(topic) if len(p.token_ids) <= _PROMPT]
         found = lab.records(f"{topic}-long", prompts[: options.answers])
         records = [record for record in found if len(record.output_token_ids) == TOKENS]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from held import environment
 
 from peers.environments import (
     LLAMA_CPP,
@@ -246,13 +247,10 @@ PEERS: tuple[Peer, ...] = (
 
 def variables_of(peer: Peer, setup: Setup) -> dict[str, str]:
     """Environment of a peer's process: its own number of threads, no hub, no usage statistics."""
-    inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_"))
-    }
-    own = {"HF_HUB_OFFLINE": "1", **peer.variables}
+    own = environment() | dict(peer.variables)
     if peer.environment is VLLM:
         own |= {"OMP_NUM_THREADS": str(setup.threads)}
         own |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.threads - 1}"}
     if peer.environment is not None:
-        inherited.pop("PYTHONPATH", None)
-    return inherited | own
+        own.pop("PYTHONPATH", None)
+    return own
