@@ -114,7 +114,14 @@ def measure(fleet: Fleet, peers: Sequence[Peer], cell: Cell, block: Block, token
 def _figures(
     in_flight: int, replies: Sequence[Reply], spent: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Figures of a block: tokens and seconds while all were in flight, and per request."""
+    """Figures of a block: tokens and seconds while all were in flight, and per request.
+
+    Raises:
+        PeerError: every answer came in one event.
+    """
+    tpot_s = [round(own, 6) for reply in replies if (own := reply.tpot_s) is not None]
+    if not tpot_s:
+        raise PeerError("every answer came in one event: no time per token")
     spans = [
         (reply.first or reply.sent, reply.last or reply.sent, reply.tokens) for reply in replies
     ]
@@ -124,7 +131,7 @@ def _figures(
         "tokens": tokens,
         "seconds": seconds,
         "ttft_s": [round(reply.ttft_s, 5) for reply in replies],
-        "tpot_s": [round(reply.tpot_s, 6) for reply in replies],
+        "tpot_s": tpot_s,
         "longest_waits_s": np.sort(waits)[::-1][: max(len(waits) // 50, 1)].round(5).tolist(),
         "waits": len(waits),
         "processor_s": {role: used for role, used in spent.items() if used},

@@ -50,10 +50,10 @@ class Reply:
         return (self.first or self.sent) - self.sent
 
     @property
-    def tpot_s(self) -> float:
-        """Time per token after those of the first event."""
-        further = max(self.tokens - self.first_tokens, 1)
-        return ((self.last or 0.0) - (self.first or 0.0)) / further
+    def tpot_s(self) -> float | None:
+        """Time per token after those of the first event; None if there were none."""
+        further = self.tokens - self.first_tokens
+        return ((self.last or 0.0) - (self.first or 0.0)) / further if further > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

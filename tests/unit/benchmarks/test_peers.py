@@ -51,6 +51,10 @@ def test_time_per_token_is_of_the_tokens_behind_the_first_event() -> None:
     reply.event(2.0, 5)
     reply.tokens = 8
     assert (reply.ttft_s, reply.tpot_s) == (1.0, pytest.approx(0.2))
+    reply.tokens = 3
+    assert reply.tpot_s is None
+    with pytest.raises(PeerError, match="one event"):
+        study._figures(1, [reply], {})
     assert tokens_of('data: {"choices": [{"text": "a", "token_ids": [4, 5]}]}') == 2
     assert tokens_of('data: {"choices": [{"text": "a"}]}') == 1
 
