@@ -19,6 +19,7 @@ from paceline.actors.engine.linear import StackedLinear, fuse, restore_on_error
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.native.plans import EaglePlan, PackedWeight
 from paceline.actors.engine.transfer import device_tensor
+from paceline.actors.replay.record import MAX_LENGTH
 from paceline.actors.speculation.experts import ExpertStack, early_ends
 from paceline.actors.speculation.proposer import DraftRow
 from paceline.actors.speculation.rejection_sampler import Proposal
@@ -27,6 +28,10 @@ from paceline.actors.weights.eagle import SUPPORT, VOCABULARY, EagleDraft
 
 # The target's hidden states ``[B, T, H]`` of rows at int64 ``[B, T]`` positions, zeros at -1.
 HiddenReader = Callable[[Sequence[DraftRow], Tensor], Tensor]
+
+# Positions that a draft of one layer attends to: as many as records have that it learns from, so
+# that it never sees a longer context than in training, and reads no more of a long prompt.
+WINDOW = MAX_LENGTH
 
 # Tokens of a row that a round's first forward computes with the target's hidden states, at most.
 _FIRST_TOKENS = 16
@@ -56,6 +61,8 @@ class _Screen:
 class EagleDecoder:
     """The trunks of E drafts of one shape, run together over a KV cache.
 
+    A trunk of one layer attends to the last ``window`` positions; None: to all.
+
     Drafts of one vocabulary share the rows of the head: one product for all of them. Where the
     kernels can, weights are rounded to 8 bits: what a draft proposes need not be exact.
     """
@@ -68,6 +75,8 @@ class EagleDecoder:
             capacity: positions per row.
         """
         first = drafts[0]
+        # Keys of a second layer depend on more than the input of their position.
+        self.window = WINDOW if len(first.trunk.layers) == 1 else None
         self._ends = first.ends
         self.vocab_size = len(self._ends.embedding)
         self._rotary = Rotary(first.trunk.rotary_emb, self._ends.embedding, capacity)
@@ -82,7 +91,7 @@ class EagleDecoder:
         with restore_on_error(drafts):
             fused = fuse([(draft.fuse,) for draft in drafts], rounds=True)
             stacked = zip(*(draft.trunk.layers for draft in drafts), strict=True)
-            layers = [Layer(own, None, rounds=True) for own in stacked]
+            layers = [Layer(own, self.window, rounds=True) for own in stacked]
             norm = Norm([draft.trunk.norm for draft in drafts])
             stack = LayerStack(layers, self._rotary, drafts[0].config.hidden_act)
             fused.pack()
@@ -344,6 +353,7 @@ class EagleStack(ExpertStack):
         super().__init__(runner, names, rows, prefill_chunk)
         self._eagles = runner
         self._read_hidden = read_hidden
+        self.window = runner.decoder.window
 
     def _keeps_drafted(self) -> bool:
         return False  # computed from the draft's own hidden states

@@ -67,9 +67,11 @@ class ExpertStack:
     Attributes:
         recomputed: last tokens of a sequence that a round computes itself, without a prefill. After
             full acceptance the last draft token has not been through the draft: two.
+        window: last tokens of a sequence that are read; None: all.
     """
 
     recomputed = 2
+    window: int | None = None
 
     def __init__(
         self, runner: ModelRunner, names: Sequence[str], rows: int, prefill_chunk: int = 256
@@ -165,7 +167,11 @@ class ExpertStack:
         """
         state = self._sequences.get(request_id)
         computed = state.num_computed + max(len(state.drafted) - 1, 0) if state else 0
-        return max(length - self.recomputed - computed, 0)
+        return max(length - self.recomputed - max(computed, self._first_read(length)), 0)
+
+    def _first_read(self, length: int) -> int:
+        """The first position that is read behind a sequence of ``length`` tokens."""
+        return 0 if self.window is None else max(length - self.window, 0)
 
     def release(self, request_id: str) -> None:
         """Free a sequence's row."""
@@ -203,7 +209,8 @@ class ExpertStack:
                 kv_row = self._table.allocate(row.request_id)
                 self.runner.kv.prompt_lengths[kv_row] = len(row.tokens) - row.num_output
                 self._sequences[row.request_id] = _DraftState(row.draft)
-            start = self._sequences[row.request_id].confirm_drafted(row.tokens)
+            computed = self._sequences[row.request_id].confirm_drafted(row.tokens)
+            start = max(computed, self._first_read(len(row.tokens)))
             wanted = max(len(row.tokens) - self.recomputed, 0)
             if not self._allocate(row, preempted):
                 continue

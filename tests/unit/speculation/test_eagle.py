@@ -147,6 +147,35 @@ def test_greedy_answers_are_the_targets_in_a_ragged_batch(
     assert engine.draft_failures == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_reads_the_last_positions_of_a_long_text(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """As many as records have; of those before it computes nothing, and drafts the same."""
+    monkeypatch.setattr("paceline.actors.speculation.eagle.WINDOW", 24)
+    prompts = [[(7 * i + 3 * n) % 290 + 5 for n in range(50 + i)] for i in range(3)]
+    requests = [request(str(i), p, max_tokens=30, ignore_eos=True) for i, p in enumerate(prompts)]
+    drafted, read = [], []
+    for whole in (True, False):
+        engine = eagle_engine(target, {"a": draft}, 64, dtype, k=3)
+        stack = engine.draft_runner._proposer._stacks["a"]  # type: ignore[attr-defined]
+        for part in (*stack.runner.kv.keys, *stack.runner.kv.values):
+            part.uniform_(-9.0, 9.0)  # what others have left there
+        if whole:
+            stack.window = None
+        read.append(0)
+        prefill = stack._prefill_forward
+
+        def counted(part: Any, prefill: Any = prefill) -> None:
+            read[-1] += sum(end - start for _, start, end in part)
+            prefill(part)
+
+        monkeypatch.setattr(stack, "_prefill_forward", counted)
+        drafted.append([own.draft_token_ids.tolist() for own in records_of(engine, requests)])
+    assert drafted[0] == drafted[1]
+    assert read == [50 - 16 + 51 - 16 + 52 - 16, 3 * (24 - 16)]
+
+
 @pytest.mark.parametrize("more", [{"kv_positions": MAX_LEN}, {"draft_positions": MAX_LEN}])
 def test_preempted_requests_answer_the_same(target: Path, draft: Path, more: Any) -> None:
     plain = answers(eagle_engine(target, {"a": draft}), asked(60, num_speculative_tokens=0))
