@@ -284,19 +284,13 @@ def client_key(request: Request, key: ApiKey | None) -> str:
     return request.headers.get("authorization") or address
 
 
-def parse_json(
-    body: bytes,
-    model: type[ModelT],
-    context: dict[str, Any] | None = None,
-    code: str | None = None,
-) -> ModelT:
+def parse_json(body: bytes, model: type[ModelT], context: dict[str, Any] | None = None) -> ModelT:
     """Validate a JSON body.
 
     Args:
         body: as received.
         model: the body's schema.
         context: pydantic's validation context.
-        code: error code of any schema error; None gives the specific one.
 
     Raises:
         ApiError: 400 that names the field at fault.
@@ -304,14 +298,14 @@ def parse_json(
     try:
         return model.model_validate_json(body, context=context)
     except ValidationError as error:
-        raise _api_error(error, code) from error
+        raise _api_error(error) from error
 
 
-def _api_error(error: ValidationError, code: str | None) -> ApiError:
+def _api_error(error: ValidationError) -> ApiError:
     """The first problem that pydantic found, in OpenAI's error shape."""
     if (count := error.error_count()) > _MAX_PROBLEMS:
         text = f"The body has {count} fields that are unknown or have invalid values."
-        return ApiError(400, text, code=code or "invalid_value")
+        return ApiError(400, text, code="invalid_value")
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     # Every branch of a union reports a problem; the deepest one is the branch that was meant.
     first = max(
@@ -319,21 +313,21 @@ def _api_error(error: ValidationError, code: str | None) -> ApiError:
     )
     kind, loc, reason = first["type"], first["loc"], first["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":
-        return ApiError(400, f"The body is not valid JSON: {reason}.", code=code or "invalid_json")
+        return ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json")
     if not loc and kind == "model_type":
-        return ApiError(400, "The body must be a JSON object.", code=code or "invalid_type")
+        return ApiError(400, "The body must be a JSON object.", code="invalid_type")
     param = _param(loc)
     if kind == CONTEXT_LENGTH_EXCEEDED:
         return ApiError(400, reason, param=param, code=kind)
     if kind == "extra_forbidden":
-        text, specific = f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
+        text, code = f"Unrecognized request argument supplied: {param}.", "unknown_parameter"
     elif kind == "missing":
-        text, specific = f"Missing required parameter: {param}.", "missing_required_parameter"
+        text, code = f"Missing required parameter: {param}.", "missing_required_parameter"
     elif kind.endswith("_type"):
-        text, specific = f"Invalid type for {param}: {reason}.", "invalid_type"
+        text, code = f"Invalid type for {param}: {reason}.", "invalid_type"
     else:
-        text, specific = f"Invalid value for {param}: {reason}.", "invalid_value"
-    return ApiError(400, text, param=param, code=code or specific)
+        text, code = f"Invalid value for {param}: {reason}.", "invalid_value"
+    return ApiError(400, text, param=param, code=code)
 
 
 def _param(loc: tuple[int | str, ...]) -> str:

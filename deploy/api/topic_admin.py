@@ -234,7 +234,8 @@ class TopicAdmin:
             }
             for name, own in zip(names, stats, strict=True)
         ]
-        return {"object": "list", "data": rows, "mutable": self._settings.mutable}
+        mutable = self._settings.mutable and self._settings.restart_reason is None
+        return {"object": "list", "data": rows, "mutable": mutable}
 
     async def _refresh(self) -> None:
         """Take the registry's view as it comes: later it might replace a newer one."""
@@ -343,7 +344,7 @@ class TopicAdmin:
 
 
 def _parse(body: bytes) -> AddTopicRequest:
-    new = parse_json(body, AddTopicRequest, code="invalid_value")
+    new = parse_json(body, AddTopicRequest)
     for i, text in enumerate(new.examples):
         if not text.strip() or len(text) > _MAX_EXAMPLE_CHARS:
             reason = f"it is empty, or longer than {_MAX_EXAMPLE_CHARS} characters"

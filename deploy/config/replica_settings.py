@@ -138,6 +138,11 @@ def expert_settings(config: PacelineConfig, target: TargetSettings, expert: str)
 
 def topic_refusal(config: PacelineConfig) -> str | None:
     """Reason why no topic can be added while the server runs; None if one can."""
+    if not config.experts:
+        return (
+            "This server has no drafts (drafts.general is none), and a topic starts with a copy "
+            "of general's: set drafts.general and start the server again."
+        )
     if config.replay.scope == "key":
         return (
             "Every key has experts of its own (replay.scope): name the topic in drafts.topics and "

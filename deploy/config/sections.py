@@ -27,7 +27,8 @@ from paceline.cluster.section import Count, Fraction, PerSecond, Seconds, Sectio
 
 MINILM = "minilm"  # the topic head of the package
 AUTO, NO_DRAFTS = "auto", "none"
-_RESERVED_NAMES = (GENERAL, "off", "auto", "error")  # "error" stands for a part in the status
+# "error" stands for a part in the status, "suffix" and "mixed" for what drafted in an answer.
+_RESERVED_NAMES = (GENERAL, "off", "auto", "error", "suffix", "mixed")
 _ORIGIN = re.compile(r"https?://[^/\s?#@]+")
 
 

@@ -260,16 +260,16 @@ def test_only_an_operator_at_the_server_itself_may_add(
 @pytest.mark.parametrize(
     ("body", "status", "error", "param"),
     [
-        ([], 400, "invalid_value", None),
-        ({"examples": trips(20)}, 400, "invalid_value", "name"),
-        (BODY | {"name": "off"}, 400, "invalid_value", "name"),
+        (None, 400, "invalid_type", None),
+        ({"examples": trips(20)}, 400, "missing_required_parameter", "name"),
+        *((BODY | {"name": n}, 400, "invalid_value", "name") for n in ("off", "suffix", "mixed")),
         (BODY | {"name": "../x"}, 400, "invalid_value", "name"),
         (BODY | {"name": "general"}, 400, "invalid_value", "name"),
         (BODY | {"name": "sql"}, 409, "topic_exists", "name"),
         (BODY | {"examples": trips(11) * 2}, 400, "invalid_value", "examples"),
         (BODY | {"examples": [*trips(20), " "]}, 400, "invalid_value", "examples.20"),
-        (BODY | {"examples": [1]}, 400, "invalid_value", "examples.0"),
-        (BODY | {"mood": 1}, 400, "invalid_value", "mood"),
+        (BODY | {"examples": [1]}, 400, "invalid_type", "examples.0"),
+        (BODY | {"mood": 1}, 400, "unknown_parameter", "mood"),
         (
             {"name": "queries", "examples": generate("sql", 30, 77)},
             400,
@@ -293,6 +293,8 @@ def test_a_server_may_refuse_all_additions(folders: dict[str, Path], tmp_path: P
     try:
         assert code(post(fixed, BODY)) == (403, "forbidden")
         assert code(post(full, BODY)) == (409, "topic_needs_restart")
+        for system in (fixed, full):
+            assert not asyncio.run(system.ingress._topic_admin.list_topics())["mutable"]
     finally:
         fixed.close()
         full.close()
@@ -385,9 +387,12 @@ def test_stored_prompts_of_other_topics_are_kept_as_the_router_saw_them() -> Non
         ({}, False),
         ({"drafts.placement": "pool"}, False),
         ({"drafts.placement": "pool", "drafts.num_gpus": 0.1}, True),
+        ({"drafts.general": "none"}, True),
     ],
 )
-def test_experts_on_shared_out_gpus_need_a_restart(changes: dict[str, Any], refused: bool) -> None:
+def test_a_topic_without_a_draft_or_a_place_for_it_needs_a_restart(
+    changes: dict[str, Any], refused: bool
+) -> None:
     assert (topic_refusal(load_config(None, changes)) is not None) == refused
 
 
