@@ -43,7 +43,7 @@ MODELS_DIR = Path(__file__).parents[1] / "models"
 class PacelineConfig(Section):
     """The configuration of ``paceline serve``."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"  # "" would be all addresses
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     model_name: Annotated[str, Field(min_length=1)] = "paceline"
     state_dir: str | None = None
@@ -60,6 +60,18 @@ class PacelineConfig(Section):
     ray: RayConfig = Field(default_factory=RayConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, data: Any) -> Any:
+        """Read a section whose keys are all commented out, null in YAML, as an empty one."""
+        if not isinstance(data, dict):
+            return data
+        kinds = {key: field.annotation for key, field in cls.model_fields.items()}
+        sections = {
+            k for k, own in kinds.items() if isinstance(own, type) and issubclass(own, Section)
+        }
+        return {k: {} if value is None and k in sections else value for k, value in data.items()}
 
     @model_validator(mode="before")
     @classmethod

@@ -75,7 +75,7 @@ class TargetConfig(Section):
     device: str = "auto"
     num_threads: Count | None = None
     max_num_seqs: Count = 16
-    max_model_len: Count | None = None
+    max_model_len: Annotated[int, Field(ge=2)] | None = None  # a token of prompt and answer each
     kv_cache_mb: Count | None = None
     max_queued_requests: Count = 256
     max_seqs_per_client: Count | None = None

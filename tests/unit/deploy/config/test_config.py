@@ -79,8 +79,10 @@ def test_with_a_scope_by_key_every_key_has_every_expert_and_state_of_its_own(
         ("target:\n  dtype: int4", "target.dtype: "),
         ("port: eighty", "port: "),
         ("port: 0", "port: "),
+        ("host: ''", "host: string should have at least 1 character"),
         ("port: 70000", "port: "),
         ("target: 3", "target: "),
+        ("target:\n  max_model_len: 1", "target.max_model_len: input should be greater than or"),
         ("drafts:\n  num_speculative_tokens: -1", "drafts.num_speculative_tokens: "),
         ("drafts:\n  num_speculative_tokens: 33", "drafts.num_speculative_tokens: 33 is neither"),
         ("drafts:\n  num_speculative_tokens: often", "drafts.num_speculative_tokens: 'often' is"),
@@ -88,6 +90,8 @@ def test_with_a_scope_by_key_every_key_has_every_expert_and_state_of_its_own(
         ("drafts:\n  topics: [math, math]", "drafts.topics: a topic is named twice"),
         ("drafts:\n  topics: ['off']", "drafts.topics: 'off' cannot be"),
         ("drafts:\n  topics: ['a@0']", "drafts.topics: 'a@0' cannot be"),
+        ("drafts:\n  topics: [suffix]", "drafts.topics: 'suffix' cannot be"),
+        ("drafts:\n  topics: [mixed]", "drafts.topics: 'mixed' cannot be"),
         ("drafts:\n  paths: {poetry: x}", "drafts: paths names 'poetry'"),
         ("drafts:\n  placement: pol", "drafts.placement: "),
         ("drafts:\n  placment: pool", "drafts.placment: no such key; did you mean placement?"),
@@ -150,6 +154,12 @@ def test_a_missing_file_and_one_that_is_no_text_are_named(tmp_path: Path) -> Non
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not a UTF-8 text"):
         load_config(tmp_path / "binary.yaml")
+
+
+def test_a_section_without_keys_is_an_empty_one(tmp_path: Path) -> None:
+    file = tmp_path / "commented.yaml"
+    file.write_text("target:\n  # dtype: float32\ndrafts: {general: none}\ntraining:\nplacement:\n")
+    assert load_config(file) == load_config(None, {"drafts.general": "none"})
 
 
 def test_an_override_of_a_key_that_is_not_there_is_named() -> None:
