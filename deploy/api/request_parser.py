@@ -7,6 +7,7 @@ invalid one OpenAI's shape.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -317,6 +318,7 @@ def _api_error(error: ValidationError) -> ApiError:
     if not loc and kind == "model_type":
         return ApiError(400, "The body must be a JSON object.", code="invalid_type")
     param = _param(loc)
+    reason = reason.replace("be False", "be false")  # pydantic's literals are Python's
     if kind == CONTEXT_LENGTH_EXCEEDED:
         return ApiError(400, reason, param=param, code=kind)
     if kind == "extra_forbidden":
@@ -373,7 +375,7 @@ def _check_no_ops(options: SamplingOptions) -> None:
         if any(type(value) is type(item) and value == item for item in accepted):
             continue
         only = next((item for item in accepted if item is not None), None)
-        rest = "leave it out" if only is None else f"leave it out or send {only!r}"
+        rest = "leave it out" if only is None else f"leave it out or send {json.dumps(only)}"
         text = f"This value of {name} is not supported yet: {rest}."
         raise ApiError(400, text, param=name, code="unsupported_value")
 

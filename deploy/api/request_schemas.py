@@ -57,6 +57,7 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "verbosity": (None, "medium"),
     "background": (None, False),
+    "truncation": (None, "disabled"),
     "web_search_options": (None,),
 }
 

@@ -47,6 +47,8 @@ from paceline.deploy.api.request_schemas import (
 from paceline.deploy.errors import invalid_value
 
 LOGPROBS = "message.output_text.logprobs"  # of ``include``
+# Some clients always ask for encrypted reasoning: no answer has any.
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 class ContentPart(RequestModel):
@@ -134,7 +136,9 @@ class TextFormat(JsonSchema):
 
     @model_validator(mode="after")
     def _one_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("the type json_schema needs a schema")
+        if self.type != "json_schema" and self.json_schema is not None:
             raise ValueError("schema belongs to the type json_schema")
         return self
 
@@ -177,7 +181,7 @@ class ResponsesRequest(SamplingOptions, ChatTemplateOptions):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    include: Items[str] | None = None
+    include: Items[Included] | None = None
     stream_options: StreamOptions | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None

@@ -305,6 +305,21 @@ def test_another_model_is_not_found() -> None:
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
 
 
+@pytest.mark.parametrize(
+    ("ask", "fields", "said"),
+    [
+        (completion, {"use_beam_search": True}, "leave it out or send false."),
+        (chat, {"function_call": {"name": "f"}}, 'leave it out or send "none".'),
+        (chat, {"echo": True}, "echo: Input should be false."),
+        (chat, {"messages": [{"role": "user", "content": "", "audio": 1}]}, "should be null."),
+    ],
+)
+def test_a_refusal_names_the_value_to_send_as_json(ask: Any, fields: Any, said: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        ask(**fields)
+    assert caught.value.message.endswith(said)
+
+
 def test_neutral_values_of_what_is_not_served_are_taken() -> None:
     chat(n=1, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, logprobs=False,
          tools=[], tool_choice="none", parallel_tool_calls=False,

@@ -97,7 +97,7 @@ def test_sampling_fields_are_those_of_chat() -> None:
     assert (options.store, options.speculative.draft) == (False, "off")
     assert (options.reasoning_effort, options.chat_template_kwargs) == ("low", {"a": 1})
     plain = asked().chat_options()
-    assert sampling_params(plain, 9) == sampling_params(asked(include=["x"]).chat_options(), 9)
+    assert sampling_params(plain, 9) == sampling_params(asked(include=[]).chat_options(), 9)
     wanted = asked(include=["message.output_text.logprobs"]).chat_options()
     assert sampling_params(wanted, 9).logprobs == 0
 
@@ -136,6 +136,8 @@ def test_sampling_fields_are_those_of_chat() -> None:
             "input.0.output.0.type",
         ),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"include": ["reasoning.encrypted_content", "file_search_call.results"]}, "include.1"),
+        ({"truncation": "auto"}, "truncation"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -147,6 +149,11 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         asked(**fields).messages()
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_format_without_its_schema_says_that_it_is_missing() -> None:
+    with pytest.raises(ApiError, match=r"text\.format: the type json_schema needs a schema"):
+        asked(text={"format": {"type": "json_schema", "name": "x"}})
 
 
 def test_what_clients_send_by_themselves_is_taken() -> None:
