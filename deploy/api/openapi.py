@@ -13,6 +13,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from paceline.actors.weights.topics import TOPIC_NAME
+from paceline.deploy.api.operations import DrainRequest, PurgeRequest, RollbackRequest
 from paceline.deploy.api.request_schemas import (
     INT32_MAX,
     MAX_BIASES,
@@ -35,6 +37,7 @@ from paceline.deploy.api.response_schemas import (
 )
 from paceline.deploy.api.responses_builder import ResponseObject
 from paceline.deploy.api.responses_request import ResponsesRequest
+from paceline.deploy.api.topic_admin import MAX_EXAMPLE_CHARS, MAX_EXAMPLES, AddTopicRequest
 
 Schema = dict[str, Any]
 
@@ -42,6 +45,7 @@ _REF = "#/components/schemas/{model}"
 _NULL: Schema = {"type": "null"}
 _FLAG: Schema = {"anyOf": [{"type": "boolean"}, _NULL]}
 _STRING: Schema = {"type": "string"}
+_ANYTHING: Schema = {"application/json": {"schema": {"type": "object"}}}
 _EVENT: Schema = {
     "type": "object",
     "description": "One event: data is a chunk of the answer in JSON, an error, or [DONE].",
@@ -66,10 +70,18 @@ def _list_of(items: Schema) -> Schema:
     return {"type": "array", "items": items, "minItems": 1, "maxItems": MAX_PROMPTS}
 
 
-# Fields with validators in code: of completions alone, and of all requests that have them.
+# Fields with validators in code: of one request, and of all requests that have them.
 _OF_COMPLETIONS: dict[str, Schema] = {
     "prompt": {"anyOf": [_STRING, _list_of(_STRING), _TOKENS, _list_of(_TOKENS)]},
     "echo": _FLAG,
+}
+_OF_TOPICS: dict[str, Schema] = {
+    "name": {"type": "string", "pattern": f"^{TOPIC_NAME.pattern}$"},
+    "examples": {
+        "type": "array",
+        "items": {"type": "string", "minLength": 1, "maxLength": MAX_EXAMPLE_CHARS},
+        "maxItems": MAX_EXAMPLES,
+    },
 }
 _FIELDS: dict[str, Schema] = {
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, _NULL]},
@@ -92,8 +104,11 @@ _NO_OP = "Known, and served at these values only."
 _ERRORS = {
     "400": "The request is wrong; `param` names the field.",
     "401": "This server has API keys, and the request shows none of them.",
-    "404": "There is no such model.",
+    "403": "Not from there: a call of operators alone, or by another site's name for loopback.",
+    "404": "There is no such model, or topic.",
+    "409": "The call does not fit the present state.",
     "413": "The body is too large.",
+    "415": "The body of a web page, or of an operator's call, is not application/json.",
     "429": "This client has too much under way.",
     "500": "The server failed on this request.",
     "503": "The server is overloaded, or a part of it is not available.",
@@ -105,6 +120,10 @@ _REQUESTS = (
     ResponsesRequest,
     TokenizeRequest,
     DetokenizeRequest,
+    AddTopicRequest,
+    RollbackRequest,
+    PurgeRequest,
+    DrainRequest,
 )
 _RESPONSES = (
     GenerationResponse,
@@ -115,7 +134,9 @@ _RESPONSES = (
     ModelCard,
     ModelList,
 )
+_GENERATION = ("400", "401", "404", "413", "415", "429", "500", "503", "504")
 _RETRYABLE = ("429", "503", "504")
+_SELECTION = ("topic", "request_id", "all")  # of a purge: one of them
 _KEYS: Schema = {
     "bearer": {
         "type": "http",
@@ -138,15 +159,22 @@ def openapi_document(model_name: str) -> Schema:
     for name in (*requests, "StreamOptions", "Speculative"):
         _describe_validators(schemas[name])
     for name in requests:
-        required = "model" in schemas[name].get("required", ())
-        names = [model_name] if required else [model_name, None]
-        schemas[name]["properties"]["model"] = {"enum": names}
+        if "model" in schemas[name]["properties"]:
+            required = "model" in schemas[name].get("required", ())
+            names = [model_name] if required else [model_name, None]
+            schemas[name]["properties"]["model"] = {"enum": names}
     schemas["CompletionRequest"]["properties"] |= _OF_COMPLETIONS
+    schemas["AddTopicRequest"]["properties"] |= _OF_TOPICS
     text = schemas["ResponsesRequest"]["properties"]
     text["input"] = {"anyOf": [_STRING, text["input"]]}
     schemas["TokenizeRequest"]["oneOf"] = [
         {"required": [one], "properties": {one: {"not": _NULL}, other: _NULL}}
         for one, other in (("prompt", "messages"), ("messages", "prompt"))
+    ]
+    unset: Schema = {"enum": [None, False]}
+    schemas["PurgeRequest"]["oneOf"] = [
+        {"required": [one], "properties": dict.fromkeys(_SELECTION, unset) | {one: {"not": unset}}}
+        for one in _SELECTION
     ]
     return {
         "openapi": "3.1.0",
@@ -181,7 +209,7 @@ def _json(model: str) -> Schema:
 
 def _failures(*codes: str) -> Schema:
     answers: Schema = {}
-    for code in codes:
+    for code in sorted({*codes, "403"}):
         answers[code] = {"description": _ERRORS[code], "content": _json("ErrorResponse")}
         if code in _RETRYABLE:
             answers[code]["headers"] = {
@@ -195,18 +223,24 @@ def _get(summary: str, content: Schema, *codes: str, **more: Any) -> Schema:
     return {"get": {"summary": summary, "responses": responses} | more}
 
 
-def _post(summary: str, model: str, content: Schema, *codes: str) -> Schema:
+def _post(summary: str, model: str, content: Schema, *codes: str, **more: Any) -> Schema:
     return {
         "post": {
             "summary": summary,
             "requestBody": {"required": True, "content": _json(model)},
             "responses": {"200": {"description": summary, "content": content}} | _failures(*codes),
         }
+        | more
     }
 
 
+def _operation(summary: str, model: str, *codes: str) -> Schema:
+    """An operator's call."""
+    codes = "400", "401", *codes, "413", "415", "503"
+    return _post(summary, model, _ANYTHING, *codes, tags=["operators"])
+
+
 def _paths(model_name: str) -> Schema:
-    anything: Schema = {"application/json": {"schema": {"type": "object"}}}
     model = {
         "name": "model",
         "in": "path",
@@ -215,17 +249,17 @@ def _paths(model_name: str) -> Schema:
         "example": model_name,
     }
     answer = _json("GenerationResponse") | {"text/event-stream": {"schema": _EVENT}}
-    refused = "400", "401", "404", "413"
+    refused = "400", "401", "404", "413", "415", "429", "503"
     return {
-        "/v1/completions": _post("Complete prompts.", "CompletionRequest", answer, *_ERRORS),
+        "/v1/completions": _post("Complete prompts.", "CompletionRequest", answer, *_GENERATION),
         "/v1/chat/completions": _post(
-            "Answer a conversation.", "ChatCompletionRequest", answer, *_ERRORS
+            "Answer a conversation.", "ChatCompletionRequest", answer, *_GENERATION
         ),
         "/v1/responses": _post(
             "Answer a conversation, in the form of the Responses API.",
             "ResponsesRequest",
             _json("ResponseObject") | {"text/event-stream": {"schema": _EVENT}},
-            *_ERRORS,
+            *_GENERATION,
         ),
         "/tokenize": _post(
             "Token ids of a text or a conversation.",
@@ -236,7 +270,7 @@ def _paths(model_name: str) -> Schema:
         "/detokenize": _post(
             "The text of token ids.", "DetokenizeRequest", _json("DetokenizeResponse"), *refused
         ),
-        "/tokenizer_info": _get("Special tokens and chat template.", anything, "401"),
+        "/tokenizer_info": _get("Special tokens and chat template.", _ANYTHING, "401"),
         "/metrics": _get(
             "Metrics with vLLM's names.", {"text/plain": {"schema": _STRING}}, "401", "503"
         ),
@@ -244,12 +278,25 @@ def _paths(model_name: str) -> Schema:
         "/v1/models/{model}": _get(
             "A model.", _json("ModelCard"), "401", "404", parameters=[model]
         ),
-        "/health": _get("Whether the target answers.", anything, "503"),
-        "/v1/paceline/status": _get("What every part is doing.", anything, "401"),
-        "/v1/paceline/topics": _get("The topics, and which parts know them.", anything, "401"),
+        "/health": _get("Whether the target answers.", _ANYTHING, "503"),
+        "/v1/paceline/status": _get("What every part is doing.", _ANYTHING, "401"),
+        "/v1/paceline/topics": _get("The topics, and which parts know them.", _ANYTHING, "401")
+        | _operation("Add a topic.", "AddTopicRequest", "409", "500"),
+        "/v1/paceline/rollback": _operation(
+            "Withdraw a draft's candidate, or restore earlier weights.",
+            "RollbackRequest",
+            "404",
+            "409",
+        ),
+        "/v1/paceline/replay/purge": _operation(
+            "Delete records: of a topic, of an answer, or all.", "PurgeRequest", "404"
+        ),
+        "/v1/paceline/drain": _operation(
+            "Admit no new requests, or admit them again.", "DrainRequest"
+        ),
         "/v1/paceline/live": _get(
             "What went through this replica of the ingress in the last minutes.",
-            anything,
+            _ANYTHING,
             "400",
             "401",
             parameters=[{"name": "since", "in": "query", "schema": {"type": "number"}}],

@@ -1,8 +1,8 @@
 """Operators' endpoints of a running server, beside those for topics.
 
 POST /v1/paceline/rollback       {"topic", "version"}
-POST /v1/paceline/replay/purge   {"topic", "request_id"}
-POST /v1/paceline/drain          {"on"}
+POST /v1/paceline/replay/purge   {"topic"}, {"request_id"} or {"all"}
+POST /v1/paceline/drain          {"on"}, {} to switch it on
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ from paceline.deploy.api.actor_calls import (
 from paceline.deploy.api.admission import DrainState
 from paceline.deploy.api.auth import authorize, forbidden
 from paceline.deploy.api.request_parser import parse_json, read_body
-from paceline.deploy.errors import UNKNOWN_OUTCOME, VERSION_CHANGED, ApiError, overloaded
+from paceline.deploy.errors import (
+    UNKNOWN_OUTCOME,
+    VERSION_CHANGED,
+    ApiError,
+    invalid_value,
+    overloaded,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +67,11 @@ class RollbackRequest(_Body):
 
 
 class PurgeRequest(_Body):
-    """Remove a topic's replay records (None: all topics'), or those of one request."""
+    """Remove a topic's replay records, those of one request, or all: one of the three."""
 
     topic: str | None = None
     request_id: str | None = Field(default=None, min_length=1)
+    all: bool = False
 
 
 class DrainRequest(_Body):
@@ -163,6 +170,8 @@ class Operations:
     async def purge(self, request: Request) -> Response:
         """Remove records from memory and disk; gives counts per topic, null if unknown."""
         body = await self._parse(request, PurgeRequest, "A purge")
+        if [body.topic is not None, body.request_id is not None, body.all].count(True) != 1:
+            raise invalid_value("all", "give exactly one of topic, request_id and all (true)")
         shards, silent = await self._shards()
         if body.topic is not None and body.topic not in shards:
             if silent:
@@ -211,7 +220,7 @@ class Operations:
         if not self._enabled:
             raise forbidden(f"{what} over HTTP is off (operations.enabled is false).")
         authorize(request, what, keyed=self._keyed)
-        return parse_json(await read_body(request, _MAX_BODY_BYTES) or b"{}", model)
+        return parse_json(await read_body(request, _MAX_BODY_BYTES), model)
 
 
 async def _counts(names: Sequence[str], calls: Sequence[Call[int]]) -> dict[str, int | None]:

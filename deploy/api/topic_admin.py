@@ -49,7 +49,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_EXAMPLES = 2_000
-_MAX_EXAMPLE_CHARS = 20_000
+MAX_EXAMPLE_CHARS = 20_000
 _BUNDLED_PROMPTS = 40  # per topic and form
 _STORED_PROMPTS = 40  # per shard
 _SEED = 11
@@ -346,8 +346,8 @@ class TopicAdmin:
 def _parse(body: bytes) -> AddTopicRequest:
     new = parse_json(body, AddTopicRequest)
     for i, text in enumerate(new.examples):
-        if not text.strip() or len(text) > _MAX_EXAMPLE_CHARS:
-            reason = f"it is empty, or longer than {_MAX_EXAMPLE_CHARS} characters"
+        if not text.strip() or len(text) > MAX_EXAMPLE_CHARS:
+            reason = f"it is empty, or longer than {MAX_EXAMPLE_CHARS} characters"
             raise invalid_value(f"examples.{i}", reason)
     try:
         check_name(new.name, "topic")

@@ -390,7 +390,8 @@ def purge(
 
     if [topic is not None, request is not None, every].count(True) != 1:
         raise typer.BadParameter("give one of --topic, --request and --all")
-    done = operations.purge(_server(url, config, ctx), topic, request, _print)
+    order = {"topic": topic, "request_id": request, "all": every}
+    done = operations.purge(_server(url, config, ctx), order, _print)
     return 0 if done else EXIT_FAILED
 
 

@@ -184,13 +184,17 @@ def _served(url: str, topic: str) -> list[int]:
     return [version for version in (own["stable"], own["candidate"]) if version is not None]
 
 
-def purge(url: str, topic: str | None, request_id: str | None, echo: Echo) -> bool:
+def purge(url: str, order: Mapping[str, Any], echo: Echo) -> bool:
     """Delete records from replay; returns whether every part did.
+
+    Args:
+        url: of the server.
+        order: see PurgeRequest.
+        echo: prints a line.
 
     Raises:
         CallError: the server does not answer, or refuses.
     """
-    order = {"topic": topic, "request_id": request_id}
     answer = call(url, "POST", _PURGE, order, _SEVERAL_PARTS_S)
     removed = answer["removed"]
     for name, count in removed.items():

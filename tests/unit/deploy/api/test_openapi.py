@@ -9,6 +9,7 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel, ValidationError
 
 from paceline.deploy.api.openapi import openapi_document
+from paceline.deploy.api.operations import DrainRequest, PurgeRequest, RollbackRequest
 from paceline.deploy.api.request_schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -52,9 +53,30 @@ def is_accepted(model: type[BaseModel], body: dict[str, Any]) -> bool:
         (ChatCompletionRequest, CHAT | {"echo": None}, True),
         (ResponsesRequest, {"model": "paceline", "input": "hello", "prompt": None}, True),
         (ResponsesRequest, {"model": "paceline", "input": "hello", "prompt": "hello"}, False),
+        (DrainRequest, {}, True),
+        (DrainRequest, {"on": None}, False),
+        (RollbackRequest, {"topic": "sql", "version": None}, True),
+        (RollbackRequest, {"version": 1}, False),
     ],
 )
-def test_prompt_and_echo_are_described_as_they_are_served(
+def test_bodies_are_described_as_they_are_served(
     model: type[BaseModel], body: dict[str, Any], accepted: bool
 ) -> None:
     assert is_accepted(model, body) == is_described(model, body) == accepted
+
+
+@pytest.mark.parametrize(
+    ("body", "described"),
+    [
+        ({"topic": "sql"}, True),
+        ({"request_id": "cmpl-a", "topic": None, "all": False}, True),
+        ({"all": True}, True),
+        ({}, False),
+        ({"all": False}, False),
+        ({"topic": None}, False),
+        ({"topic": "sql", "request_id": "cmpl-a"}, False),
+        ({"topic": "sql", "all": True}, False),
+    ],
+)
+def test_a_purge_is_described_with_one_selection(body: dict[str, Any], described: bool) -> None:
+    assert is_described(PurgeRequest, body) == described

@@ -217,7 +217,7 @@ def test_a_purge_reaches_records_on_disk_of_topics_that_are_configured_no_more(
     assert not (tmp_path / "replay" / "travel.records").read_bytes()
     assert world.post("replay/purge", {"topic": "cooking"}).status_code == 404
     hosts[0].dead = hosts[1].dead = True
-    for body in ({}, {"request_id": "art-a"}):
+    for body in ({"all": True}, {"request_id": "art-a"}):
         removed = world.post("replay/purge", body).json()["removed"]
         assert {name for name, count in removed.items() if count is None} == {
             "(shard host 0)",
@@ -259,10 +259,32 @@ def test_an_answer_is_purged_with_all_its_choices_and_no_other(world: World) -> 
     assert world.post("replay/purge", {"topic": "art"}).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({}, "invalid_value", "all"),
+        ({"topic": None, "all": False}, "invalid_value", "all"),
+        ({"topic": "sql", "all": True}, "invalid_value", "all"),
+        ({"topic": "sql", "request_id": "cmpl-a"}, "invalid_value", "all"),
+        ({"all": 1}, "invalid_type", "all"),
+        ({"topics": ["sql"]}, "unknown_parameter", "topics"),
+    ],
+)
+def test_a_purge_that_does_not_say_of_what_removes_nothing(
+    world: World, body: Any, code: str, param: str
+) -> None:
+    world.insert("cmpl-a-0")
+    answer = world.post("replay/purge", body)
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == (code, param)
+    assert world.shards["sql"].stats().records("train") == 1
+    assert world.purged == []
+
+
 def test_a_dead_shard_differs_from_an_empty_one(world: World) -> None:
     world.insert("cmpl-a-0")
     world.handles["general"].dead = True
-    assert world.post("replay/purge", {}).json() == {
+    assert world.post("replay/purge", {"all": True}).json() == {
         "removed": {"sql": 1, "general": None, "(replicas)": 5}
     }
 
@@ -311,7 +333,7 @@ def test_a_part_that_was_never_there_is_a_503_too(
     for path, body in (("rollback", {"topic": "sql"}), ("drain", {})):
         answer = world.post(path, body)
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
-    removed = world.post("replay/purge", {}).json()["removed"]
+    removed = world.post("replay/purge", {"all": True}).json()["removed"]
     assert removed == {"sql": None, "general": None, "(replicas)": 5}
 
 
@@ -340,7 +362,7 @@ def test_only_operators_may_call(
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
     world = World(tmp_path, enabled=False)
     world.insert("cmpl-a-0")
-    assert world.post("replay/purge", {}).status_code == 403
+    assert world.post("replay/purge", {"all": True}).status_code == 403
     assert world.shards["sql"].stats().records("train") == 1
 
 
@@ -387,7 +409,7 @@ def test_the_commands_say_what_came_of_it(asked: World) -> None:
     operations_command.roll_back("u", "sql", None, say)
     asked.insert("cmpl-a-0")
     asked.handles["general"].dead = True
-    assert not operations_command.purge("u", None, None, say)
+    assert not operations_command.purge("u", {"all": True}, say)
     assert said == [
         "sql: stable is version 3, with the weights of the one before",
         "sql: 1 removed",

@@ -166,9 +166,9 @@ def test_in_a_pool_a_rollback_waits_for_the_topics_expert_and_not_for_the_target
 @pytest.mark.parametrize(
     ("words", "body"),
     [
-        (["--topic", "sql"], {"topic": "sql", "request_id": None}),
-        (["--request", "cmpl-1"], {"topic": None, "request_id": "cmpl-1"}),
-        (["--all"], {"topic": None, "request_id": None}),
+        (["--topic", "sql"], {"topic": "sql", "request_id": None, "all": False}),
+        (["--request", "cmpl-1"], {"topic": None, "request_id": "cmpl-1", "all": False}),
+        (["--all"], {"topic": None, "request_id": None, "all": True}),
     ],
 )
 def test_purge(words: list[str], body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
