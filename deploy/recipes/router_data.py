@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.actors.general import GENERAL
+from paceline.deploy.errors import ConfigError
 from paceline.deploy.recipes.data import Row
 from paceline.deploy.recipes.router_words import (
     CODE_FORMS,
@@ -101,10 +102,19 @@ def general_prompts(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def read_prompts(path: Path) -> dict[str, list[str]]:
-    """Prompts by topic: one a line below its ``[topic]``, with line breaks as ``\\n``."""
+    """Prompts by topic: one a line below its ``[topic]``, with line breaks as ``\\n``.
+
+    Raises:
+        ConfigError: names the file that cannot be read.
+    """
     found: dict[str, list[str]] = {}
     topic = ""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a UTF-8 text"
+        raise ConfigError(f"prompts {path}: {reason}") from error
+    for line in lines:
         if line.startswith("[") and line.endswith("]"):
             topic = line[1:-1]
         elif line:

@@ -2,10 +2,10 @@
 
     python -m paceline.deploy.recipes.router_head --encoder minilm --out OUT
 
-Prompts come from a file with a prompt a line under its ``[topic]``, ``[general]`` last; by default
-from the package's own, beside prompts of seeded generators. The head is a multinomial logistic
-regression with a ridge. Ridge and minimum confidence (`router.min_confidence: auto`) are chosen by
-cross-validation over the file's prompts.
+Prompts come from a file with a prompt a line under its ``[topic]``, and others under ``[general]``,
+at least five of each; by default from the package's own, beside prompts of seeded generators. The
+head is a multinomial logistic regression with a ridge. Ridge and minimum confidence
+(`router.min_confidence: auto`) are chosen by cross-validation over the file's prompts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,18 +187,31 @@ def encode(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fit as the command line says; see the module's text."""
+    """Fit as the command line says, see the module's text; returns the exit code."""
     parser = argparse.ArgumentParser(prog="router_head", description=__doc__.split("\n")[0])
     parser.add_argument("--encoder", default="minilm", help="packaged name, or folder of a BERT")
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--prompts", type=Path, default=WRITTEN_PROMPTS, help="by topic")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    try:
+        _fit(args)
+    except ConfigError as error:
+        sys.stderr.write(f"router_head: {error}\n")
+        return 2
+    return 0
+
+
+def _fit(args: argparse.Namespace) -> None:
     prompts = read_prompts(args.prompts)
     names = [*(label for label in prompts if label != GENERAL), GENERAL]
     if len(names) < 2 or any(len(prompts.get(label, ())) < _FOLDS for label in names):
-        raise ConfigError(f"{args.prompts}: needs [general] and topics, {_FOLDS} prompts of each")
+        raise ConfigError(
+            f"prompts {args.prompts}: needs [general] and topics, at least {_FOLDS} prompts of each"
+        )
     folder = model_store.fetch(args.encoder, log.info, "--encoder")
+    if not folder.is_dir():
+        raise ConfigError(f"--encoder: there is no folder {folder}")
     bert = BertModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     mark = fingerprint(folder, bert)
     # the later ones tell sentences apart, and topics worse
@@ -231,7 +245,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     log.info("written: %s, ridge %g (losses %s)", args.out, ridge, losses)
     log.info("cross-validated: %s", json.dumps(result))
-    return 0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.preflight import router_confidence, router_labels
 from paceline.deploy.config.replica_settings import router_arguments
 from paceline.deploy.demo.prompts import TOPICS, generate
-from paceline.deploy.errors import ConfigError
 from paceline.deploy.recipes.router_data import WRITTEN_PROMPTS, read_prompts
 from paceline.deploy.recipes.router_head import Examples, fit_head, least_confidence, main
 
@@ -161,10 +160,33 @@ def test_the_confidence_keeps_general_s_prompts() -> None:
     assert least_confidence(some, labels) == 0.75
 
 
-def test_prompts_without_general_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "own.txt").write_text("[law]\nWhat is a tort?\n" * 6)
-    with pytest.raises(ConfigError, match=r"\[general\]"):
-        main(["--prompts", str(tmp_path / "own.txt"), "--out", str(tmp_path / "out")])
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("[law]\nWhat is a tort?\n" * 6, [], "needs [general] and topics, at least 5 prompts of"),
+        ("[law]\nWhat is a tort?\n[general]\nHi\n", [], "needs [general] and topics"),
+        (None, [], "own.txt: No such file or directory"),
+        (
+            "[law]\nx\n[general]\ny\n" * 5,
+            ["--encoder", "/nowhere"],
+            "--encoder: there is no folder",
+        ),
+    ],
+)
+def test_what_cannot_be_fitted_is_one_line_and_2(
+    text: str | None,
+    options: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "own.txt"
+    if text is not None:
+        file.write_text(text)
+    assert main(["--prompts", str(file), "--out", str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert (error[:13], error.count("\n")) == ("router_head: ", 1)
 
 
 def test_the_package_s_head_fits_its_encoder_s_size_and_the_demo_s_topics() -> None:
