@@ -177,6 +177,7 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
         }
     )
     keys = api_keys(config.auth, os.environ)
+    sources = {"auth.keys" if key.name else config.auth.api_keys_env or "" for key in keys}
     key = "-H 'Authorization: Bearer KEY' " if keys else ""
     lines = [
         "",
@@ -189,7 +190,7 @@ def _banner(config: PacelineConfig, running: RunningApp) -> str:
         f"records {'on' if config.replay.enabled and config.experts else 'off'}; "
         f"versions in {config.state_path}",
         *([f"  page     {running.base_url}/ui/"] if config.ui.enabled else []),
-        *([f"  keys     {len(keys)}, of auth in the configuration"] if keys else []),
+        *([f"  keys     {len(keys)}, of {' and '.join(sorted(sources))}"] if keys else []),
         "",
         f"  curl {running.base_url}/v1/chat/completions \\",
         f"    {key}-H 'Content-Type: application/json' -d '{body}'",
@@ -289,6 +290,8 @@ def history(
     from paceline.deploy.cli.tables import decision_table
 
     loaded = _load(config, {"state_dir": state_dir})
+    if not loaded.state_path.is_dir():
+        raise ConfigError(f"state_dir: there is no folder {loaded.state_path}")
     decisions = read_all_decisions(loaded.state_path, topic)
     if topic is not None and not decisions:
         topics = loaded.with_added_topics().drafts.experts
@@ -398,7 +401,9 @@ def purge(
 @app.command()
 def drain(
     off: Annotated[bool, typer.Option("--off", help="Admit requests again")] = False,
-    wait: Annotated[float, typer.Option(help="Longest wait, seconds")] = 600.0,
+    wait: Annotated[
+        float, typer.Option(min=0.0, callback=_finite, help="Longest wait, seconds")
+    ] = 600.0,
     url: Url = None,
     config: ServerConfig = None,
 ) -> int:

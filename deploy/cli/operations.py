@@ -78,6 +78,8 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
         fault = content.get("error") if isinstance(content, dict) else None
         fault = fault if isinstance(fault, dict) else {}
         message = str(fault.get("message") or f"{url} answers {answer.status_code}")
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            message += f" This command takes the key from {KEY_VARIABLE}."
         raise CallError(message, fault.get("code"))
     if not isinstance(content, dict) or not _FIELDS[method, path] <= content.keys():
         raise CallError(f"{url} is no Paceline server")
@@ -239,6 +241,10 @@ def drain(url: str, echo: Echo, *, on: bool = True, wait_s: float = 600.0) -> bo
             echo("no request is left: the server can be stopped")
             return True
         if time.monotonic() > deadline:
+            echo(
+                f"not done within {wait_s:g} s: the server goes on draining, and "
+                "`paceline drain --off` ends that"
+            )
             return False
         time.sleep(_POLL_S)
 

@@ -276,6 +276,10 @@ def test_the_banner_says_that_keys_are_asked_for_and_not_which(
     text = _banner(config, Running())  # type: ignore[arg-type]
     assert "Authorization: Bearer KEY" in text
     assert "secret-of-ours" not in text + config.model_dump_json()
+    assert "  keys     1, of PACELINE_API_KEYS\n" in text
+    named = load_config(None, {"auth.keys": {"acme": {"sha256": "a" * 64}}})
+    text = _banner(named, Running())  # type: ignore[arg-type]
+    assert "  keys     2, of PACELINE_API_KEYS and auth.keys\n" in text
     without = load_config(None, {"ui.enabled": False})
     assert ":8000/ui/" not in _banner(without, Running())  # type: ignore[arg-type]
 

@@ -96,6 +96,14 @@ def test_history_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "No decision on sql" in capsys.readouterr().out
 
 
+def test_history_of_no_folder_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["history", "--state-dir", str(tmp_path / "none")]) == 2
+    said = f"paceline: state_dir: there is no folder {tmp_path / 'none'}\n"
+    assert capsys.readouterr() == ("", said)
+
+
 def test_history_of_no_topic_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_history(tmp_path)
     (tmp_path / WEIGHTS_FOLDER).mkdir()
@@ -159,20 +167,22 @@ def test_a_target_that_cannot_be_fetched_is_one_line_and_2(
     assert list((tmp_path / "cache" / "models").iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [["demo"], ["draft", "make"]])
-@pytest.mark.parametrize("minutes", ["nan", "inf", "-1"])
+@pytest.mark.parametrize(
+    "words", [["demo", "--minutes"], ["draft", "make", "--minutes"], ["drain", "--wait"]]
+)
+@pytest.mark.parametrize("length", ["nan", "inf", "-1"])
 def test_a_length_that_is_none_is_one_line_and_2(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: list[str],
-    minutes: str,
+    length: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*words, "--minutes", minutes]) == 2
+    assert main([*words, length]) == 2
     said = capsys.readouterr()
     assert said.err.startswith("paceline: ")
-    assert "--minutes" in said.err
+    assert words[-1] in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""
     assert list(tmp_path.iterdir()) == []
@@ -231,9 +241,9 @@ def as_process(code: str, *arguments: str, **options: Any) -> subprocess.Complet
     )
 
 
-def test_a_thread_that_never_ends_does_not_block_the_exit() -> None:
+def test_a_thread_that_never_ends_does_not_block_the_exit(tmp_path: Path) -> None:
     stays = "import threading; threading.Thread(target=threading.Event().wait).start()"
-    done = as_process(stays, "history", "--state-dir", "/nowhere", capture_output=True)
+    done = as_process(stays, "history", "--state-dir", str(tmp_path), capture_output=True)
     assert (done.returncode, done.stdout) == (0, "No decision has been taken yet.\n")
 
 

@@ -106,6 +106,14 @@ def test_a_topic_is_not_added_to_another_service(
     assert capsys.readouterr().err == f"paceline: {url} is no Paceline server\n"
 
 
+def test_where_a_key_is_missing_its_variable_is_named() -> None:
+    refused = b'{"error": {"message": "No API key was sent.", "code": "invalid_api_key"}}'
+    with answering(401, refused) as url, pytest.raises(CallError) as caught:
+        operations_command.call(url, "GET", "/v1/paceline/status")
+    said = "No API key was sent. This command takes the key from PACELINE_API_KEY."
+    assert (str(caught.value), caught.value.code) == (said, "invalid_api_key")
+
+
 @pytest.mark.parametrize("key", ["sec\nret", os.fsdecode(b"sec\xffret")])
 def test_a_key_that_is_none_is_not_printed(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", key)
@@ -192,14 +200,21 @@ def test_a_purge_needs_exactly_one_selection(
     assert run(Server(), monkeypatch, "replay", "purge", *words) == 2
 
 
-def test_drain_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drain_and_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     server = Server(drain={"running": 0, "waiting": 0})
     assert run(server, monkeypatch, "drain") == 0
     assert {body["on"] for _, _, body in server.requests} == {True}
     assert run(server, monkeypatch, "drain", "--off") == 0
     assert server.requests[-1] == ("POST", "/v1/paceline/drain", {"on": False})
     busy = Server(drain={"running": 1, "waiting": 0})
+    capsys.readouterr()
     assert run(busy, monkeypatch, "drain", "--wait", "0") == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "draining: 1 running, 0 waiting",
+        "not done within 0 s: the server goes on draining, and `paceline drain --off` ends that",
+    ]
 
 
 @pytest.mark.parametrize("words", [["status"], ["rollback", "sql"], ["replay", "purge", "--all"]])
