@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class ModelShape:
         experts: None if every layer is dense.
         window: positions of sliding-window attention; None without.
         window_layers: number of layers with it.
+        fuse_parameters: of an EAGLE draft, which joins a token's embedding and the target's hidden
+            state; 0 for others. Its embedding is the target's, its head some rows of that one's.
     """
 
     name: str
@@ -63,6 +65,7 @@ class ModelShape:
     experts: Experts | None = None
     window: int | None = None
     window_layers: int = 0
+    fuse_parameters: int = 0
 
     @property
     def attention_parameters(self) -> int:
@@ -95,7 +98,7 @@ class ModelShape:
             sparse = self.experts.layers * (routing + shared)
         norms = (2 * self.layers + 1) * self.hidden
         attention = self.layers * self.attention_parameters
-        return attention + dense + sparse + norms + self.head_parameters
+        return attention + dense + sparse + norms + self.head_parameters + self.fuse_parameters
 
     @property
     def parameters(self) -> int:
@@ -125,6 +128,10 @@ class ModelShape:
 _OTHER_ARCHITECTURES = frozenset(
     {"bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "llama4"}
     | {"llama4_text", "mpt", "opt", "phi", "starcoder2"}
+)
+_ENCODERS = frozenset(
+    {"albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra"}
+    | {"modernbert", "mpnet", "roberta", "xlm-roberta"}
 )
 _LINEAR = frozenset({"linear_attention", "mamba", "recurrent", "conv"})
 
@@ -157,6 +164,10 @@ def parse_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     Raises:
         ConfigError: an entry is missing or wrong, or the architecture is not Llama-like.
     """
+    if config.get("model_type") == "eagle":
+        own = {"vocab_size": config.get("draft_vocab_size"), "tie_word_embeddings": True}
+        trunk = parse_shape({**(config.get("trunk") or {}), **own}, name)
+        return replace(trunk, fuse_parameters=2 * trunk.hidden**2)
     inner = config.get("text_config")
     if isinstance(inner, Mapping):  # multimodal
         config = {"tie_word_embeddings": config.get("tie_word_embeddings"), **inner}
@@ -190,6 +201,8 @@ def _check_kind(config: Mapping[str, Any]) -> None:
     kind = str(config.get("model_type", "unknown"))
     if kind in _OTHER_ARCHITECTURES:
         raise ConfigError(f"model_type: {kind} is not Llama-like; its costs are not modelled")
+    if kind in _ENCODERS:
+        raise ConfigError(f"model_type: {kind} is an encoder, which generates no text")
     if config.get("kv_lora_rank"):
         raise ConfigError("kv_lora_rank: latent attention is not modelled")
     if any(str(layer) in _LINEAR for layer in config.get("layer_types") or ()):

@@ -12,6 +12,8 @@ from planner_models import LARGE, LLAMA_70B, MIXTURE, SMALL
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from paceline.actors.weights.eagle import BASIS, VOCABULARY
+from paceline.deploy.config.config import MODELS_DIR
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.planner.models import parse_shape, read_shape
 
@@ -47,6 +49,16 @@ def test_models_have_the_parameters_that_their_files_hold(folder: Path) -> None:
     with safe_open(folder / "model.safetensors", framework="np") as file:
         held = sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
     assert read_shape(folder).parameters == held
+
+
+def test_an_eagle_draft_reads_its_trunk_and_rows_of_the_targets_head() -> None:
+    folder = MODELS_DIR / "draft-smollm2"
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        own = set(file.keys()) - {VOCABULARY, BASIS}
+        held = sum(math.prod(file.get_slice(key).get_shape()) for key in own)
+    shape = read_shape(folder)
+    assert (shape.layers, shape.vocab, shape.tied) == (1, 16_384, True)
+    assert shape.parameters == held + 16_384 * 576
 
 
 _SMALL = {
@@ -107,6 +119,8 @@ def test_a_model_of_text_and_images_is_read_by_its_text_part() -> None:
         ({"num_hidden_layers": 0}, "num_hidden_layers: must be"),
         ({"num_key_value_heads": 7}, "num_key_value_heads: 7 does not divide 64 heads"),
         ({"model_type": "gpt2"}, "gpt2 is not Llama-like"),
+        ({"model_type": "bert"}, "bert is an encoder"),
+        ({"model_type": "eagle"}, "hidden_size: missing"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"layer_types": ["linear_attention"] * 80}, "without a key/value cache"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok: 5 of 4"),
