@@ -8,11 +8,13 @@ import math
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,13 +119,14 @@ def _init(**options: Any) -> None:
 
     def start() -> None:
         try:
-            ray.init(
-                address="local",
-                namespace=NAMESPACE,
-                dashboard_host=LOOPBACK,
-                _node_ip_address=LOOPBACK,
-                **options,
-            )
+            with _own_process_groups():
+                ray.init(
+                    address="local",
+                    namespace=NAMESPACE,
+                    dashboard_host=LOOPBACK,
+                    _node_ip_address=LOOPBACK,
+                    **options,
+                )
             if not options["log_to_driver"]:
                 _end_log_monitor()
         finally:
@@ -135,6 +138,25 @@ def _init(**options: Any) -> None:
         _record(before)
         _kill_all(beyond_ray=bool(_core))  # ray.shutdown hangs after half a start
         raise
+
+
+@contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Start Ray's processes in groups of their own, as Ray itself does on Windows.
+
+    A signal to this process's group, as ``timeout`` sends it, would end them under the requests
+    that a stop waits for. They end with this process all the same, by the kernel; on other systems
+    than Linux, by a process that kills their common group.
+    """
+    from ray._private import services  # there is no public option
+
+    popen = services.ConsolePopen
+    if sys.platform == "linux":
+        services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def _end_log_monitor() -> None:

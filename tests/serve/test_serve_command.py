@@ -217,12 +217,32 @@ def test_a_signal_during_the_start_ends_it_too(
     assert_gone(started)
 
 
-@pytest.mark.full
-def test_a_signal_to_everything_that_runs_ends_it_within_seconds(write_config: Write) -> None:
+def test_a_signal_to_its_group_stops_it_as_one_to_itself_does(write_config: Write) -> None:
+    """As ``timeout`` sends it: had Ray's processes got it too, Ray would write its errors."""
     with serving(write_config({}), start_new_session=True) as process:
         read_until(process, "Ctrl-C ends it")
         started = below_of(process)
-        os.killpg(process.pid, signal.SIGTERM)  # Ray's own processes get it too
+        os.killpg(process.pid, signal.SIGTERM)
+        assert ended(process, 25) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == "Stopping ...\n"
+    assert_gone(started)
+
+
+def signal_all(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """SIGTERM to the command and to all that it has started, which are returned."""
+    started = below_of(process)
+    for each in (process, *started):
+        with suppress(psutil.NoSuchProcess):
+            each.terminate()
+    return started
+
+
+@pytest.mark.full
+def test_a_signal_to_everything_that_runs_ends_it_within_seconds(write_config: Write) -> None:
+    with serving(write_config({})) as process:
+        read_until(process, "Ctrl-C ends it")
+        started = signal_all(process)
         ended(process, 25)
     assert_gone(started)
 
@@ -245,14 +265,13 @@ def test_it_ends_with_its_raylet_and_frees_the_port(write_config: Write, free_po
 def test_a_signal_to_everything_during_the_start_ends_it_within_seconds(
     write_config: Write, after_s: float
 ) -> None:
-    with serving(write_config({}), start_new_session=True) as process:
+    with serving(write_config({})) as process:
         deadline = time.monotonic() + 120
         while not runs(process, "raylet"):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         time.sleep(after_s)
-        started = below_of(process)
-        os.killpg(process.pid, signal.SIGTERM)  # Ray's start then waits for its own processes
+        started = signal_all(process)  # Ray's start then waits for its own processes
         assert ended(process, 25) != 0  # Ray may abort, now that its own are gone
     assert_gone(started)
 
