@@ -74,7 +74,7 @@ def run(
         raise RuntimeError(errors[0])
     time.sleep(_REST_S)
     spent = processes.since(used)
-    httpx.post(f"{url}/v1/paceline/replay/purge", json={}, timeout=60).raise_for_status()
+    httpx.post(f"{url}/v1/paceline/replay/purge", json={"all": True}, timeout=60).raise_for_status()
     spans = [
         (reply.first_token_at or began, reply.last_at or began, len(reply.token_ids))
         for reply in replies
