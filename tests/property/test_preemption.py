@@ -127,8 +127,8 @@ def test_the_youngest_is_preempted_and_resumes_unchanged() -> None:
 
 def test_a_preempted_request_resumes_before_later_ones() -> None:
     engine = make_engine(kv_positions=LEAST * BLOCK_SIZE, k=0)
-    for name, length in (("r0", 20), ("r1", 21), ("r2", 80)):
-        engine.add(request(name, WORDS[:length], max_tokens=50, ignore_eos=True))
+    for i, length in enumerate((20, 21, 80)):
+        engine.add(request(f"r{i}", WORDS[i : i + length], max_tokens=50, ignore_eos=True))
     while not engine.preemptions:
         engine.step()
     outputs = run(engine)
