@@ -145,8 +145,8 @@ def _own_process_groups() -> Iterator[None]:
     """Start Ray's processes in groups of their own, as Ray itself does on Windows.
 
     A signal to this process's group, as ``timeout`` sends it, would end them under the requests
-    that a stop waits for. They end with this process all the same, by the kernel; on other systems
-    than Linux, by a process that kills their common group.
+    that a stop waits for. If this process is killed, the kernel ends them, and the raylet's agents
+    follow within a minute; on other systems than Linux a process kills their common group.
     """
     from ray._private import services  # there is no public option
 

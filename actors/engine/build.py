@@ -87,6 +87,9 @@ def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -
     return min(free, max(0, limit - used))
 
 
+_CONTEXT_BYTES = 2**30  # of CUDA and its libraries in a process, at most; no allocator knows them
+
+
 def free_gpu_memory(device: torch.device, share: float) -> int:
     """Return the bytes that this process may still take of a GPU.
 
@@ -97,7 +100,8 @@ def free_gpu_memory(device: torch.device, share: float) -> int:
         share: of its memory, for this process.
     """
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, min(free, int(share * total) - torch.cuda.memory_reserved(device)))
+    own = torch.cuda.memory_reserved(device) + _CONTEXT_BYTES
+    return max(0, min(free, int(share * total) - own))
 
 
 @dataclass(frozen=True, slots=True)

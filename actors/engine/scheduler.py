@@ -122,18 +122,21 @@ class Scheduler:
             return prompts, []
         computing: list[Sequence] = []
         waiting: list[Sequence] = []
-        begun: set[tuple[str, tuple[int, ...]]] = set()
+        begun: dict[tuple[str, int], list[list[int]]] = {}  # tokens by salt and end of the block
         size = self._kv.block_size
         for sequence in (prompts[0], *sorted(prompts[1:], key=lambda s: s.num_uncomputed)):
-            end = (sequence.num_computed // size + 1) * size
-            block = sequence.request.cache_salt, tuple(sequence.tokens[:end])
+            tokens, end = sequence.tokens, (sequence.num_computed // size + 1) * size
+            others = begun.setdefault((sequence.request.cache_salt, end), [])
             shareable = self._kv.is_shareable(self.rows.row(sequence.request_id))
-            if block in begun and shareable and end <= sequence.first_position:
-                waiting.append(sequence)
-                continue
+            if shareable and end <= sequence.first_position:
+                block = tokens[end - size : end]  # first: most prompts differ there
+                same = (o for o in others if o[end - size : end] == block)
+                if any(other[:end] == tokens[:end] for other in same):
+                    waiting.append(sequence)
+                    continue
             computing.append(sequence)
-            if sequence.cacheable and shareable and end < len(sequence.tokens):
-                begun.add(block)
+            if sequence.cacheable and shareable and end < len(tokens):
+                others.append(tokens)
         return computing, waiting
 
     def take_prefix(self, sequence: Sequence) -> None:
@@ -145,7 +148,7 @@ class Scheduler:
             before,
             sequence.request.cache_salt,
         )
-        if sequence.num_cached is not None:
+        if not sequence.preempted and sequence.num_cached is not None:
             sequence.num_cached += sequence.num_computed - before
             self.num_cached += sequence.num_computed - before
 
@@ -181,6 +184,7 @@ class Scheduler:
         """Move a running request to the head of the queue; its KV is recomputed later."""
         logger.debug("request %s is preempted", sequence.request_id)
         self.num_preemptions += 1
+        sequence.preempted = True
         self.cache_prefix(sequence)
         self.free(sequence.request_id)
         self.waiting.appendleft(sequence)

@@ -54,7 +54,8 @@ class Sequence:
         failed_version: weight_version in the slot that failed while it drafted.
         tokens: of prompt and output.
         num_computed: positions with keys and values of the target.
-        num_cached: of these, found in the prefix cache before its first token.
+        num_cached: of these, found in the prefix cache before its first token or preemption.
+        preempted: whether it has lost its row before.
         suffix_drafts: whether suffixes may draft for it, whatever its draft does.
         num_suffix_tokens: drafted by suffixes; in no other statistics.
         num_accepted_suffix_tokens: of these, accepted.
@@ -78,6 +79,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int | None = None
+    preempted: bool = False
     finish_reason: str | None = None
     num_spec_steps: int = 0
     num_draft_tokens: int = 0

@@ -180,9 +180,10 @@ def test_on_a_gpu_the_kv_cache_reserves_memory_for_the_drafts(
     assert draft_memory(pool, torch.float32) == DraftMemory()
     alone = kv_positions(pool, config, torch.float32, gpu, 128)
     assert alone == 16 * (int(0.8 * free) // (16 * each) - 2) > found
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * free, 10 * free))
+    whole = 4 * (2 * free + 2**30)  # for CUDA itself
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (whole, whole))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: free)  # the target's weights
-    shared = dataclasses.replace(settings, gpu_share=0.2)  # others that start take the rest
+    shared = dataclasses.replace(settings, gpu_share=0.25)  # others that start take the rest
     assert kv_positions(shared, config, torch.float32, gpu, 128) == found
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (weights // 2, 10**12))
     with pytest.raises(ValueError, match="there is room for 0 positions"):

@@ -199,6 +199,21 @@ def test_prompts_that_come_together_compute_what_they_share_once(
     assert engine.kv_blocks == (24, 24)
 
 
+def test_what_a_preempted_prompt_takes_is_not_counted_again() -> None:
+    engine = make_engine(prefill_chunk=20, k=0)
+    for name in ("first", "second"):
+        engine.add(request(name, LONG))
+    engine.step()  # 20 tokens of the first, of which the second takes 16
+    for sequence in reversed([*engine._scheduler.running.values()]):
+        engine._scheduler._preempt(sequence)
+    engine.reset_prefix_cache()  # as if their blocks had been needed
+    for sequence in engine._scheduler.waiting:
+        sequence.cacheable = True
+    found = run(engine)
+    assert [found[name][-1].chunk.num_cached_tokens for name in ("first", "second")] == [0, 16]
+    assert engine.prefix_cache == (80, 16)
+
+
 def test_what_a_prompt_has_computed_serves_those_that_come_later() -> None:
     engine = make_engine(prefill_chunk=20)
     engine.add(request("first", LONG))

@@ -61,7 +61,8 @@ def test_on_a_gpu_the_cache_takes_a_share_of_the_free_memory(
     monkeypatch.setattr(build, "kv_block_size", lambda *_: 16)
     found = expert_kv_positions(settings, torch.float32, GPU, 128)
     assert 16 * (600 // 16 - 2) == found < 600
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (each * 4000, each * 4000))
+    whole = 4 * (each * 1000 + 2**30)  # for CUDA itself
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (whole, whole))
     own = dataclasses.replace(settings, gpu_share=0.25)  # other experts start beside it
     assert expert_kv_positions(own, torch.float32, GPU, 128) == found
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**9, 10**12))
