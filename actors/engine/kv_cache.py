@@ -344,7 +344,7 @@ class KVCache:
         """
         assert not self._blocks[row]
         self.prompt_lengths[row] = prompt
-        cached = self._prefixes.match(tokens, salt) if self.is_shareable(row) else []
+        cached = self._match(row, tokens, salt)
         missing = max(0, self._columns(length) - len(cached))
         idle = sum(not self.allocator.ref_count(block) for block in cached)
         if missing > self.allocator.num_available - idle - watermark:
@@ -369,7 +369,7 @@ class KVCache:
         Returns:
             number of positions that are computed now.
         """
-        cached = self._prefixes.match(tokens, salt) if self.is_shareable(row) else []
+        cached = self._match(row, tokens, salt)
         if len(cached) * self.block_size <= num_computed:
             return num_computed
         self.allocator.touch(cached)  # before own ones are freed: some are the same
@@ -470,6 +470,10 @@ class KVCache:
         yield from self.values
         if self.hidden is not None:
             yield self.hidden
+
+    def _match(self, row: int, tokens: Sequence[int], salt: str) -> list[int]:
+        """Return the cached blocks that a row may have in common with others."""
+        return self._prefixes.match(tokens, salt) if self.is_shareable(row) else []
 
     def is_shareable(self, row: int) -> bool:
         """Whether a row may have blocks in common with others."""

@@ -101,7 +101,7 @@ class Scheduler:
             self.waiting.popleft()
             self.running[sequence.request_id] = sequence
             self.admitted.append(sequence.request_id)
-            if self._prefix_cache and sequence.num_cached is None:
+            if self._prefix_cache and not sequence.preempted:
                 self.num_looked_up += len(sequence.tokens)
                 self.num_cached += num_computed
             sequence.start(num_computed)
@@ -148,7 +148,7 @@ class Scheduler:
             before,
             sequence.request.cache_salt,
         )
-        if not sequence.preempted and sequence.num_cached is not None:
+        if not sequence.preempted:
             sequence.num_cached += sequence.num_computed - before
             self.num_cached += sequence.num_computed - before
 

@@ -78,7 +78,7 @@ class Sequence:
     _failure_reported: bool = False
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_cached: int | None = None
+    num_cached: int = 0
     preempted: bool = False
     finish_reason: str | None = None
     num_spec_steps: int = 0
@@ -147,7 +147,7 @@ class Sequence:
     def start(self, num_computed: int) -> None:
         """Start or restart with the keys and values of the first positions."""
         self.num_computed = num_computed
-        if self.num_cached is None:
+        if not self.preempted:
             self.num_cached = num_computed
 
     def add_prompt_logprobs(self, entries: Items[TokenLogprob], position: int) -> None:
@@ -274,7 +274,7 @@ class Sequence:
             token_ids=tuple(self.tokens[first + start : first + self._sent]),
             finish_reason=self.finish_reason,
             speculative=self.stats() if last else None,
-            num_cached_tokens=min(self.num_cached or 0, first),
+            num_cached_tokens=min(self.num_cached, first),
             logprobs=None
             if self.request.sampling.logprobs is None
             else self._with_offsets(self._logprobs, start, self._sent),
