@@ -220,18 +220,16 @@ class Block:
 
 @dataclass(slots=True)
 class Outcome:
-    """Timings, runs by variant, greedy answers by variant and prompt, and drafting, of a cell."""
+    """Timings, runs by variant, and greedy answers by variant and prompt, of a cell."""
 
     timings: list[Timing] = field(default_factory=list)
     runs: dict[str, list[Run]] = field(default_factory=dict)
     answers: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    drafted: dict[str, Drafted] = field(default_factory=dict)
 
     def add(self, variant: str, block: Block, run: Run, *, greedy: bool) -> None:
         """Add one run."""
         self.timings.append(Timing(variant, block.number, block.topic, run.num_tokens, run.seconds))
         self.runs.setdefault(variant, []).append(run)
-        self.drafted.setdefault(variant, Drafted()).add(run.drafted)
         if greedy:
             for prompt, output in zip(block.prompts, run.outputs, strict=True):
                 self.answers.setdefault(variant, {})[prompt.key] = output
@@ -295,7 +293,9 @@ def summary(
     """Figures of a cell, with ratios of speed of the ``pairs``."""
     variants: dict[str, Any] = {}
     for name in sorted({timing.variant for timing in outcome.timings}):
-        rates, drafted = topic_rates(outcome.timings, name), outcome.drafted[name]
+        rates, drafted = topic_rates(outcome.timings, name), Drafted()
+        for run in outcome.runs[name]:
+            drafted.add(run.drafted)
         variants[name] = {
             "tokens_per_s": geometric_mean(list(rates.values())),
             "tokens_per_s_by_topic": rates,
