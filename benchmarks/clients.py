@@ -29,8 +29,8 @@ class Reply:
         broken: whether the connection ended it, not an answer of the server.
         pauses_s: waits for each event of a stream, the first and one ended by an error included.
         last_at: time of the last event, before the first that of sending (``time.monotonic``).
-        first_token_at: time of the first event with tokens.
-        first_tokens: tokens of that event: those of a whole round of speculation.
+        token_times: of the events with tokens.
+        first_tokens: tokens of the first of these: those of a whole round of speculation.
         speculative: the server's metrics of speculative decoding.
         usage: of a stream that includes it.
     """
@@ -42,7 +42,7 @@ class Reply:
     broken: bool = False
     pauses_s: list[float] = field(default_factory=list)
     last_at: float | None = None
-    first_token_at: float | None = None
+    token_times: list[float] = field(default_factory=list)
     first_tokens: int = 0
     speculative: dict[str, Any] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
@@ -56,6 +56,11 @@ class Reply:
     def begun(self) -> bool:
         """Whether a token has come."""
         return bool(self.token_ids)
+
+    @property
+    def first_token_at(self) -> float | None:
+        """Time of the first event with tokens."""
+        return self.token_times[0] if self.token_times else None
 
     def waited(self, now: float) -> None:
         """Add the wait that ends at ``now`` (``time.monotonic``)."""
@@ -111,9 +116,11 @@ async def _read_stream(http: httpx.AsyncClient, body: dict[str, Any], reply: Rep
             reply.last_at = now
             if line == "data: [DONE]":
                 break
+            before = len(reply.token_ids)
             _take(json.loads(line.removeprefix("data: ")), reply)
-            if reply.begun and reply.first_token_at is None:
-                reply.first_token_at, reply.first_tokens = now, len(reply.token_ids)
+            if len(reply.token_ids) > before:
+                reply.token_times.append(now)
+                reply.first_tokens = reply.first_tokens or len(reply.token_ids)
         else:
             raise ValueError("the stream ended without [DONE]")
     if reply.finish is None:

@@ -67,7 +67,7 @@ def run(
         RuntimeError: a request failed.
     """
     common = {"stream": True, "ignore_eos": True} | fields
-    used, began = processes.seconds(), time.monotonic()
+    used = processes.seconds()
     asked = [chat(prompt.text, **common) for prompt in prompts]
     replies = asyncio.run(Load(url, asked, in_flight).run())
     if errors := [reply.error for reply in replies if reply.error is not None]:
@@ -75,11 +75,8 @@ def run(
     time.sleep(_REST_S)
     spent = processes.since(used)
     httpx.post(f"{url}/v1/paceline/replay/purge", json={"all": True}, timeout=60).raise_for_status()
-    spans = [
-        (reply.first_token_at or began, reply.last_at or began, len(reply.token_ids))
-        for reply in replies
-    ]
-    return *while_all_run(began, spans, in_flight), spent
+    answers = [(reply.token_times, len(reply.token_ids)) for reply in replies]
+    return *while_all_run(answers, in_flight), spent
 
 
 def block_size(in_flight: int) -> int:

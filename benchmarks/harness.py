@@ -18,6 +18,7 @@ import math
 import os
 import platform
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -35,7 +36,7 @@ from scipy import stats
 from paceline import actors, cluster, deploy
 from paceline.actors.atomic_file import replace_text
 
-FILLS = 3  # prompts of a block for each request in flight
+FILLS = 4  # prompts of a block for each request in flight
 _SOURCES = (".py", ".cpp", ".h", ".yaml")
 
 Item = TypeVar("Item")
@@ -87,26 +88,26 @@ def rotation(items: Sequence[Item], turn: int) -> list[Item]:
 
 
 def while_all_run(
-    began: float, replies: Sequence[tuple[float, float, int]], in_flight: int
+    replies: Sequence[tuple[Sequence[float], int]], in_flight: int
 ) -> tuple[int, float]:
-    """Tokens, and seconds from ``began`` until fewer than ``in_flight`` requests are left.
+    """Tokens, and seconds, from when as many requests have ended until fewer are left.
 
-    The rest of the last answers does not count: it comes in ever smaller batches, and for longer
-    where answers end at different times.
+    As many prompts are computed meanwhile as answers end, whether or not answers keep step. From
+    the first request on, prompts of answers that do not count would cost those servers more whose
+    answers end at different times.
 
     Args:
-        began: when the first request was sent.
-        replies: times of the first and the last event of each, between which its tokens are taken
-            to come evenly, and the number of its tokens.
+        replies: times of the events of each, in order, over which its tokens are taken to be spread
+            evenly, and the number of its tokens; more replies than ``in_flight``.
         in_flight: requests at once; the next one follows when one ends.
     """
-    until = sorted(last for _, last, _ in replies)[-in_flight]
+    ends = sorted(times[-1] for times, _ in replies)
+    since, until = ends[in_flight - 1], ends[-in_flight]
     shares = [
-        tokens if last <= until else tokens * (until - first) / (last - first)
-        for first, last, tokens in replies
-        if first <= until  # an answer of one event has no time between two
+        tokens * (bisect_right(times, until) - bisect_right(times, since)) / len(times)
+        for times, tokens in replies
     ]
-    return round(sum(shares)), until - began
+    return round(sum(shares)), until - since
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -122,11 +122,8 @@ def _figures(
     tpot_s = [round(own, 6) for reply in replies if (own := reply.tpot_s) is not None]
     if not tpot_s:
         raise PeerError("every answer came in one event: no time per token")
-    spans = [
-        (reply.first or reply.sent, reply.last or reply.sent, reply.tokens) for reply in replies
-    ]
-    tokens, seconds = while_all_run(min(reply.sent for reply in replies), spans, in_flight)
-    waits = np.array([wait for reply in replies for wait in reply.waits_s])
+    tokens, seconds = while_all_run([(reply.events, reply.tokens) for reply in replies], in_flight)
+    waits = np.concatenate([np.diff(reply.events) for reply in replies])
     return {
         "tokens": tokens,
         "seconds": seconds,

@@ -22,38 +22,26 @@ class Reply:
 
     Attributes:
         sent: when.
-        first: time of the first event with tokens.
-        last: time of the last one.
+        events: times of the events with tokens.
         tokens: generated, by the server's count.
-        waits_s: between events with tokens.
         first_tokens: tokens of the first event: those of a whole round of speculation.
     """
 
     sent: float
-    first: float | None = None
-    last: float | None = None
+    events: list[float] = field(default_factory=list)
     tokens: int = 0
-    waits_s: list[float] = field(default_factory=list)
     first_tokens: int = 0
-
-    def event(self, now: float, tokens: int) -> None:
-        """Note an event with so many tokens; of later ones nobody needs the number."""
-        if self.last is None:
-            self.first, self.first_tokens = now, tokens
-        else:
-            self.waits_s.append(now - self.last)
-        self.last = now
 
     @property
     def ttft_s(self) -> float:
         """Time to the first token."""
-        return (self.first or self.sent) - self.sent
+        return self.events[0] - self.sent
 
     @property
     def tpot_s(self) -> float | None:
         """Time per token after those of the first event; None if there were none."""
         further = self.tokens - self.first_tokens
-        return ((self.last or 0.0) - (self.first or 0.0)) / further if further > 0 else None
+        return (self.events[-1] - self.events[0]) / further if further > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +73,12 @@ async def _ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Reply:
             if '"error"' in line and '"choices"' not in line:
                 raise PeerError(line[:300])
             if '"choices":[]' not in line and '"choices": []' not in line:
-                now = time.monotonic()
-                reply.event(now, 0 if reply.first else tokens_of(line))
+                reply.events.append(time.monotonic())
+                reply.first_tokens = reply.first_tokens or tokens_of(line)
             if '"usage":{' in line or '"usage": {' in line:
                 usage = json.loads(line.removeprefix("data: "))["usage"]
                 reply.tokens = usage["completion_tokens"]
-    if reply.first is None or not reply.tokens:
+    if not (reply.events and reply.tokens):
         raise PeerError("an answer without tokens, or without their count")
     return reply
 

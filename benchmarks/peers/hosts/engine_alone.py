@@ -41,8 +41,9 @@ def answer(engine: Engine, block: dict[str, Any]) -> list[Reply]:
     for output in drive(engine, requests, block["at_once"]):
         reply = replies[int(output.request_id)]
         if output.chunk.token_ids:
-            reply.event(time.monotonic(), len(output.chunk.token_ids))
+            reply.events.append(time.monotonic())
             reply.tokens += len(output.chunk.token_ids)
+            reply.first_tokens = reply.first_tokens or reply.tokens
         if output.chunk.finish_reason is not None:
             following = next(waiting, None)
             if following is not None:

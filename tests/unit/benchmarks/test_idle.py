@@ -40,7 +40,7 @@ def trainer(*spans: tuple[float, float], until: float = 20.0) -> CpuSeries:
 
 def outcome(due_s: float, took_s: float, **more: Any) -> Outcome:
     reply = Reply(last_at=due_s, token_ids=[1, 2, 3], first_tokens=1)
-    reply.first_token_at = due_s + took_s / 2
+    reply.token_times = [due_s + took_s / 2]
     reply.last_at = due_s + took_s
     made = outcome_of(Planned(due_s, "sql", 0, {}), due_s, 0.0, reply)
     return replace(made, **more)

@@ -51,17 +51,47 @@ def test_a_ratio_is_the_geometric_mean_over_topics_of_unequal_blocks() -> None:
     assert ratio.blocks == 5
 
 
-def test_speed_of_many_in_flight_ends_with_the_first_slot_that_nobody_takes() -> None:
-    alike = [(101.0, 110.0, 90)] * 2 + [(111.0, 120.0, 90)] * 2
-    assert harness.while_all_run(100.0, alike, 2) == (360, 20.0)
-    one = [(101.0, 110.0, 90), (111.0, 120.0, 90)]
-    assert harness.while_all_run(100.0, one, 1) == (180, 20.0)
-    straggler = [(100.0, 110.0, 100), (100.0, 104.0, 100), (104.0, 108.0, 100)]
-    assert harness.while_all_run(100.0, straggler, 2) == (280, 8.0)
-    not_begun = [(100.0, 110.0, 100), (100.0, 104.0, 100), (112.0, 120.0, 100)]
-    assert harness.while_all_run(100.0, not_begun, 2) == (200, 10.0)
-    of_one_event = [(110.0, 110.0, 4), (104.0, 104.0, 4), (112.0, 112.0, 4)]
-    assert harness.while_all_run(100.0, of_one_event, 2) == (8, 10.0)
+def test_speed_of_many_in_flight_counts_from_the_first_ends_until_fewer_are_left() -> None:
+    one = [([101.0, 110.0], 90), ([111.0, 120.0], 80)]
+    assert harness.while_all_run(one, 1) == (80, 10.0)
+    ends = (
+        [104.0],
+        [100.0, 107.0, 110.0],
+        [106.0, 109.0, 112.0, 114.0],
+        [111.0, 120.0, 125.0, 130.0],
+    )
+    # From 110 to 114: two of the third's events, one of the last's.
+    assert harness.while_all_run([(times, 100) for times in ends], 2) == (75, 4.0)
+
+
+def served(lengths: list[int], in_flight: int) -> list[tuple[list[float], int]]:
+    """Replies of a server that takes 20 s for a prompt and 5 s for one token of all answers."""
+    now, waiting = 0.0, list(lengths)
+    running, found = list[tuple[list[float], int]](), list[tuple[list[float], int]]()
+    while waiting or running:
+        while waiting and len(running) < in_flight:
+            now += 20.0
+            running.append(([], waiting.pop(0)))
+        now += 5.0
+        for times, _ in running:
+            times.append(now)
+        found += [answer for answer in running if len(answer[0]) == answer[1]]
+        running = [answer for answer in running if len(answer[0]) < answer[1]]
+    return found
+
+
+@pytest.mark.parametrize("in_flight", [2, 4, 8, 16])
+def test_speed_of_many_in_flight_is_the_same_whether_or_not_answers_keep_step(
+    in_flight: int,
+) -> None:
+    tokens = 96
+    in_step = [tokens] * in_flight * harness.FILLS
+    apart = [tokens * (i + 1) // in_flight for i in range(in_flight)] + in_step[in_flight:]
+    rates = []
+    for lengths in (in_step, apart):
+        counted, seconds = harness.while_all_run(served(lengths, in_flight), in_flight)
+        rates.append(counted / seconds)
+    assert rates[1] == pytest.approx(rates[0], rel=0.02)
 
 
 def test_the_interval_is_students_for_one_topic() -> None:
@@ -160,7 +190,7 @@ def test_blocks_share_no_prompt_and_topics_take_turns() -> None:
 def test_full_blocks_keep_all_rows_at_work_and_prompts_come_again() -> None:
     blocks = decoding.make_full_blocks(some_prompts(8), 5, 3)
     assert [(block.number, block.topic) for block in blocks] == [*zip(range(4), "abab")]  # noqa: B905
-    assert {len(block.prompts) for block in blocks} == {15}
+    assert {len(block.prompts) for block in blocks} == {5 * harness.FILLS}
 
 
 class Named:

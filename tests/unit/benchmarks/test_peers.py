@@ -23,7 +23,7 @@ from peers.load import Reply, Work, tokens_of
 def replies(count: int, seconds: float) -> list[Reply]:
     """Of 16 tokens each, one after another."""
     return [
-        Reply(i * seconds, i * seconds + 0.01, (i + 1) * seconds, 16, [0.01] * 10, first_tokens=1)
+        Reply(i * seconds, [i * seconds + 0.01, (i + 1) * seconds], 16, first_tokens=1)
         for i in range(count)
     ]
 
@@ -46,10 +46,7 @@ def test_what_http_adds_has_an_interval_over_blocks() -> None:
 
 
 def test_time_per_token_is_of_the_tokens_behind_the_first_event() -> None:
-    reply = Reply(0.0)
-    reply.event(1.0, 3)
-    reply.event(2.0, 5)
-    reply.tokens = 8
+    reply = Reply(0.0, [1.0, 2.0], 8, first_tokens=3)
     assert (reply.ttft_s, reply.tpot_s) == (1.0, pytest.approx(0.2))
     reply.tokens = 3
     assert reply.tpot_s is None

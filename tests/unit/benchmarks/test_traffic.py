@@ -305,7 +305,7 @@ def test_a_reply_is_measured_from_when_it_was_due() -> None:
         finish="stop",
         pauses_s=[0.4, 0.1, 0.7],
         last_at=102.0,
-        first_token_at=101.0,
+        token_times=[101.0],
         first_tokens=1,
         speculative={
             "num_spec_steps": 2,
