@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 HUB = "hf"
 MAX_PROMPT_TOKENS = 384
-RESERVED = 200  # per topic: prompts of the test side, which no draft learns from
+RESERVED = 240  # per topic: prompts of the test side, which no draft learns from
 _GENERATED = 8_000  # of a topic at most
 _SEEDS = {"test": 1009, "train": 2003}
 # Topic to the start of its file's name, and to the topic of its rows.
