@@ -28,6 +28,7 @@ from clients import Load, chat
 from harness import (
     FILLS,
     Timing,
+    answer_lengths,
     arguments,
     machine,
     paired_ratio,
@@ -59,7 +60,7 @@ _SHOWN = ("target", "ingress", "client")  # roles of processes
 
 
 def run(
-    url: str, prompts: Sequence[Prompt], in_flight: int, **fields: Any
+    url: str, prompts: Sequence[Prompt], lengths: Sequence[int], in_flight: int, **fields: Any
 ) -> tuple[int, float, dict[str, float]]:
     """Tokens and seconds while all were in flight; processor seconds by role until all is at rest.
 
@@ -68,7 +69,7 @@ def run(
     """
     common = {"stream": True, "ignore_eos": True} | fields
     used = processes.seconds()
-    asked = [chat(prompt.text, **common) for prompt in prompts]
+    asked = [chat(p.text, length, **common) for p, length in zip(prompts, lengths, strict=True)]
     replies = asyncio.run(Load(url, asked, in_flight).run())
     if errors := [reply.error for reply in replies if reply.error is not None]:
         raise RuntimeError(errors[0])
@@ -89,17 +90,18 @@ def measure(
 ) -> list[tuple[Timing, dict[str, float]]]:
     """All blocks of so many requests in flight; an earlier one warms the server up.
 
-    With each the processor milliseconds of an answer by role.
+    With each the processor milliseconds of an answer of whole length by role.
     """
     found = []
     for block in range(-1, options.blocks):
         own = list(islice(prompts, block_size(in_flight)))
+        lengths = answer_lengths(options.max_tokens, in_flight, len(own))
+        answers = sum(lengths) / options.max_tokens
         for way in rotation(list(WAYS), block):
-            fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
-            fields |= WAYS[way]
-            tokens, seconds, spent = run(url, own, in_flight, **fields)
+            fields = {"temperature": options.temperature, **WAYS[way]}
+            tokens, seconds, spent = run(url, own, lengths, in_flight, **fields)
             if block >= 0:
-                each = {role: 1e3 * used / len(own) for role, used in spent.items()}
+                each = {role: 1e3 * used / answers for role, used in spent.items()}
                 found.append((Timing(way, block, "", tokens, seconds), each))
         say(f"{in_flight} in flight: block {block + 1} of {options.blocks}")
     return found

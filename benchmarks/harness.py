@@ -87,14 +87,24 @@ def rotation(items: Sequence[Item], turn: int) -> list[Item]:
     return [*items[at:], *items[:at]]
 
 
+def answer_lengths(tokens: int, in_flight: int, count: int) -> list[int]:
+    """Tokens to ask for of each of ``count`` answers, in the order in which they are asked for.
+
+    The first ones are shorter, so that answers end one after another from then on, as those of
+    real clients do. In step, all prompts would be computed at once, then no others for long.
+    """
+    first = [max(1, tokens * (i + 1) // in_flight) for i in range(in_flight)]
+    return [*first, *[tokens] * (count - in_flight)][:count]
+
+
 def while_all_run(
     replies: Sequence[tuple[Sequence[float], int]], in_flight: int
 ) -> tuple[int, float]:
     """Tokens, and seconds, from when as many requests have ended until fewer are left.
 
-    As many prompts are computed meanwhile as answers end, whether or not answers keep step. From
-    the first request on, prompts of answers that do not count would cost those servers more whose
-    answers end at different times.
+    As many prompts are computed meanwhile as answers end, if these are of :func:`answer_lengths`.
+    From the first request on, prompts of answers that do not count would cost those servers more
+    whose answers end at different times.
 
     Args:
         replies: times of the events of each, in order, over which its tokens are taken to be spread

@@ -19,7 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import FILLS, Store, build, digest, machine, rotation, say, show, while_all_run, write
+from harness import (
+    FILLS,
+    Store,
+    answer_lengths,
+    build,
+    digest,
+    machine,
+    rotation,
+    say,
+    show,
+    while_all_run,
+    write,
+)
 from harness import arguments as common_arguments
 from models import model_hashes
 from prompts import Prompt, interleaved, measured_prompts, source_of, training_prompts
@@ -99,7 +111,9 @@ def blocks_of(
 
 def measure(fleet: Fleet, peers: Sequence[Peer], cell: Cell, block: Block, tokens: int) -> Any:
     """Every peer's replies to one block, one peer after another."""
-    work = Work([p.token_ids for p in block.prompts], tokens, cell.temperature, cell.in_flight)
+    prompts = [prompt.token_ids for prompt in block.prompts]
+    lengths = answer_lengths(tokens, cell.in_flight, len(prompts))
+    work = Work(prompts, lengths, cell.temperature, cell.in_flight)
     found: dict[str, Any] = {}
     able = [peer for peer in peers if cell.in_flight <= peer.most]
     fleet.keep([peer.name for peer in able])
@@ -114,24 +128,26 @@ def measure(fleet: Fleet, peers: Sequence[Peer], cell: Cell, block: Block, token
 def _figures(
     in_flight: int, replies: Sequence[Reply], spent: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Figures of a block: tokens and seconds while all were in flight, and per request.
+    """Figures of a block: tokens and seconds while all were in flight, and per later request.
 
     Raises:
         PeerError: every answer came in one event.
     """
-    tpot_s = [round(own, 6) for reply in replies if (own := reply.tpot_s) is not None]
+    later = replies[in_flight:]  # of one length
+    tpot_s = [round(own, 6) for reply in later if (own := reply.tpot_s) is not None]
     if not tpot_s:
         raise PeerError("every answer came in one event: no time per token")
     tokens, seconds = while_all_run([(reply.events, reply.tokens) for reply in replies], in_flight)
-    waits = np.concatenate([np.diff(reply.events) for reply in replies])
+    waits = np.concatenate([np.diff(reply.events) for reply in later])
     return {
         "tokens": tokens,
         "seconds": seconds,
-        "ttft_s": [round(reply.ttft_s, 5) for reply in replies],
+        "ttft_s": [round(reply.ttft_s, 5) for reply in later],
         "tpot_s": tpot_s,
         "longest_waits_s": np.sort(waits)[::-1][: max(len(waits) // 50, 1)].round(5).tolist(),
         "waits": len(waits),
         "processor_s": {role: used for role, used in spent.items() if used},
+        "whole_answers": sum(reply.tokens for reply in replies) / later[0].tokens,
     }
 
 
@@ -214,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _is_back(fleet: Fleet, name: str) -> bool:
     """Whether a peer that failed when a block was kept answers now."""
     try:
-        fleet.run(name, Work([[1]], 1, 0.0, 1))
+        fleet.run(name, Work([[1]], [1], 0.0, 1))
     except PeerError:
         return False
     return True

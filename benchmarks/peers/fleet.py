@@ -163,7 +163,7 @@ class Server:
         Raises:
             PeerError: see run.
         """
-        self.run(Work([[1, 2, 3, 4, 5, 6, 7, 8]], 8, 0.0, 1))
+        self.run(Work([[1, 2, 3, 4, 5, 6, 7, 8]], [8], 0.0, 1))
 
     def _learn(self) -> None:
         """Answer the lesson, with pauses in which drafts learn."""
@@ -171,7 +171,7 @@ class Server:
         say(f"  {self.peer.name}: {len(prompts)} prompts to learn from")
         for at in range(0, len(prompts), _LESSON_PART):
             part = prompts[at : at + _LESSON_PART]
-            self.run(Work(part, _LESSON_TOKENS, 0.0, _LESSON_AT_ONCE))
+            self.run(Work(part, [_LESSON_TOKENS] * len(part), 0.0, _LESSON_AT_ONCE))
             time.sleep(_REST_S * len(part))
 
     def run(self, work: Work) -> list[Reply]:
@@ -180,7 +180,7 @@ class Server:
         Raises:
             PeerError: a request failed, the server ended, or it took too long.
         """
-        limit = 60.0 + len(work.prompts) * work.max_tokens / _FASTEST_WORST / work.at_once
+        limit = 60.0 + sum(work.lengths) / _FASTEST_WORST / work.at_once
         try:
             if self.peer.over_http:
                 return load.answer(self._url, work, self.peer.body, limit)

@@ -46,10 +46,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A block of prompts, ``at_once`` of them in flight."""
+    """A block of prompts and the lengths of their answers, ``at_once`` of them in flight."""
 
     prompts: Sequence[Sequence[int]]
-    max_tokens: int
+    lengths: Sequence[int]
     temperature: float
     at_once: int
 
@@ -89,11 +89,11 @@ async def _run(url: str, work: Work, extra: Mapping[str, Any]) -> list[Reply]:
     limits, timeout = httpx.Limits(max_keepalive_connections=0), httpx.Timeout(60, read=None)
     async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits) as http:
 
-        async def one(prompt: Sequence[int]) -> Reply:
+        async def one(prompt: Sequence[int], length: int) -> Reply:
             async with gate:
                 body = {
                     "prompt": list(prompt),
-                    "max_tokens": work.max_tokens,
+                    "max_tokens": length,
                     "temperature": work.temperature,
                     "top_p": 1.0,
                     "top_k": 0,
@@ -104,7 +104,7 @@ async def _run(url: str, work: Work, extra: Mapping[str, Any]) -> list[Reply]:
                 }
                 return await _ask(http, body | dict(extra))
 
-        return list(await asyncio.gather(*map(one, work.prompts)))
+        return list(await asyncio.gather(*map(one, work.prompts, work.lengths)))
 
 
 def answer(url: str, work: Work, extra: Mapping[str, Any], timeout_s: float) -> list[Reply]:

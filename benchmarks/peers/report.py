@@ -89,8 +89,8 @@ def _p99_of_waits(blocks: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _processor_ms(blocks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of each of its processes by role, and of the client, per answer."""
-    answers = sum(len(block["ttft_s"]) for block in blocks)
+    """Of each of its processes by role, and of the client, per answer of whole length."""
+    answers = sum(block["whole_answers"] for block in blocks)
     spent = Counter[str]()
     for block in blocks:
         spent.update(block.get("processor_s", {}))

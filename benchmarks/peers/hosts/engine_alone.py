@@ -1,6 +1,6 @@
 """Paceline's engine without HTTP, Ray and events: reads blocks of prompts, writes their timings.
 
-A line of JSON on stdin per block: prompts, max_tokens, temperature, at_once. A line on stdout:
+A line of JSON on stdin per block: prompts, lengths, temperature, at_once. A line on stdout:
 the replies' fields.
 """
 
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,11 @@ def answer(engine: Engine, block: dict[str, Any]) -> list[Reply]:
     began = time.monotonic()
     replies = [Reply(began) for _ in block["prompts"]]
     waiting = iter(replies[block["at_once"] :])
-    sampling = SamplingParams(
-        block["max_tokens"], temperature=block["temperature"], ignore_eos=True
-    )
+    sampling = partial(SamplingParams, temperature=block["temperature"], ignore_eos=True)
+    asked = zip(block["prompts"], block["lengths"], strict=True)
     requests = [
-        GenerationRequest(str(index), tuple(prompt), sampling)
-        for index, prompt in enumerate(block["prompts"])
+        GenerationRequest(str(index), tuple(prompt), sampling(length))
+        for index, (prompt, length) in enumerate(asked)
     ]
     for output in drive(engine, requests, block["at_once"]):
         reply = replies[int(output.request_id)]

@@ -80,18 +80,16 @@ def served(lengths: list[int], in_flight: int) -> list[tuple[list[float], int]]:
     return found
 
 
-@pytest.mark.parametrize("in_flight", [2, 4, 8, 16])
-def test_speed_of_many_in_flight_is_the_same_whether_or_not_answers_keep_step(
-    in_flight: int,
-) -> None:
-    tokens = 96
-    in_step = [tokens] * in_flight * harness.FILLS
-    apart = [tokens * (i + 1) // in_flight for i in range(in_flight)] + in_step[in_flight:]
-    rates = []
-    for lengths in (in_step, apart):
+@pytest.mark.parametrize("in_flight", [1, 2, 4, 8, 16])
+def test_speed_of_many_in_flight_hangs_on_the_server_alone(in_flight: int) -> None:
+    count, rates = in_flight * harness.FILLS, []
+    asked = harness.answer_lengths(96, in_flight, count)
+    assert asked[in_flight - 1 :] == [96] * (count - in_flight + 1)
+    varied = [length + (17 * i) % 9 - 4 for i, length in enumerate(asked)]
+    for lengths in ([96] * count, asked, varied):
         counted, seconds = harness.while_all_run(served(lengths, in_flight), in_flight)
         rates.append(counted / seconds)
-    assert rates[1] == pytest.approx(rates[0], rel=0.02)
+    assert rates == pytest.approx([rates[0]] * 3, rel=0.02)
 
 
 def test_the_interval_is_students_for_one_topic() -> None:

@@ -137,5 +137,5 @@ def test_a_server_is_noted_before_its_first_answer(
     peer = Peer("slow", lambda _setup, _port: sleeping)
     fleet = Fleet([peer], Setup(tmp_path, 1, 1, 64, None, tmp_path))
     with pytest.raises(PeerError, match="enough"):
-        fleet.run("slow", Work([[1]], 1, 0.0, 1))
+        fleet.run("slow", Work([[1]], [1], 0.0, 1))
     assert noted == [True, True]  # it is tried twice
