@@ -266,9 +266,8 @@ class TopicAdmin:
         if new.name in self._experts:
             raise _exists(new.name)
         if len(self._experts) > self._settings.max_topics:
-            raise ApiError(
-                409, f"There are {self._settings.max_topics} topics already.", param="name"
-            )
+            text = f"There are {self._settings.max_topics} topics already."
+            raise ApiError(409, text, param="name", code="too_many_topics")
         fit = None if self._router is None else await self._fit(self._router, new, view)
         version = await self._commit(new.name, fit, view.revision)
         logger.info("topic %s was added", new.name)

@@ -72,6 +72,8 @@ def plan(
     Prints step times, the best k and the break-even batch.
     """
     target_shape, draft_shape = read_shape(target), read_shape(draft)
+    if target_shape.fuse_parameters:
+        raise ConfigError(f"plan: {target} is a draft and needs a target's hidden states")
     precision = Precision(
         weight=_BYTES[weight_dtype or "bfloat16"], kv=_BYTES[kv_dtype or "bfloat16"]
     )

@@ -290,14 +290,17 @@ def test_what_is_wrong_is_named_and_changes_nothing(
 def test_a_server_may_refuse_all_additions(folders: dict[str, Path], tmp_path: Path) -> None:
     fixed = System(folders, tmp_path / "fixed", mutable=False)
     full = System(folders, tmp_path / "full", restart_reason="No room.", max_topics=4)
+    many = System(folders, tmp_path / "many", max_topics=4)
     try:
         assert code(post(fixed, BODY)) == (403, "forbidden")
         assert code(post(full, BODY)) == (409, "topic_needs_restart")
+        assert code(post(many, BODY)) == (409, "too_many_topics")
         for system in (fixed, full):
             assert not asyncio.run(system.ingress._topic_admin.list_topics())["mutable"]
     finally:
         fixed.close()
         full.close()
+        many.close()
 
 
 def test_a_dead_registry_or_router_is_a_503_and_adds_nothing(

@@ -7,6 +7,7 @@ import pytest
 from planner_models import LLAMA_1B, LLAMA_70B, MIXTRAL
 
 from paceline.deploy.cli.main import main
+from paceline.deploy.config.config import MODELS_DIR
 
 
 @pytest.fixture
@@ -119,11 +120,15 @@ def test_no_plan_is_one_line_and_2(
     assert said in captured.err
 
 
-def test_a_missing_model_is_named(models: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_missing_or_no_target_is_named(
+    models: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "/nowhere", models[1], "--hardware", "h100"]) == 2
     assert capsys.readouterr().err.startswith("paceline: /nowhere: cannot be read")
     assert main(["plan", models[0]]) == 2
     assert "Missing argument 'draft'" in capsys.readouterr().err
+    assert main(["plan", str(MODELS_DIR / "draft-smollm2"), models[1], "--hardware", "h100"]) == 2
+    assert "draft-smollm2 is a draft and needs a target's" in capsys.readouterr().err
 
 
 def test_help_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
