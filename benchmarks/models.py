@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ from harness import say
 
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.settings import TargetSettings
+from paceline.actors.speculation.colocated import ProfiledStack
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.draft_store import fetch_models
 
@@ -58,15 +60,19 @@ def load_engine(
     threads: int,
     k: int | None = None,
     target: Path = TARGET,
+    beside: Callable[[ModelRunner], Sequence[ProfiledStack]] | None = None,
     **settings: Any,
 ) -> tuple[Engine, Any, dict[str, Any]]:
-    """Engine of a target, its tokenizer and facts; ``settings`` as TargetSettings.
+    """Engine of a target, its tokenizer and facts; ``beside`` as build_engine takes it.
+
+    ``settings`` as TargetSettings.
 
     Without a prefix cache, since prompts come back for every variant.
     """
     common: dict[str, Any] = {"num_threads": threads, "num_speculative_tokens": k}
     common |= {"prefix_cache": False, "seed": 1}
-    return build_engine(TargetSettings(str(target), dict(drafts), **(common | settings)))
+    own = TargetSettings(str(target), dict(drafts), **(common | settings))
+    return build_engine(own, beside=beside)
 
 
 def model_hashes(*folders: Path) -> dict[str, str]:

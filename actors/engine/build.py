@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +30,10 @@ from paceline.actors.engine.model_runner import ModelRunner, kv_block_size, kv_s
 from paceline.actors.engine.numerics import INVARIANT, VARYING, batch_invariant
 from paceline.actors.engine.settings import EngineSettings, TargetSettings
 from paceline.actors.engine.target_handle import ModelFacts
-from paceline.actors.speculation.colocated import ColocatedProposer
+from paceline.actors.speculation.colocated import ColocatedProposer, ProfiledStack
 from paceline.actors.speculation.draft_runner import DraftRunner
 from paceline.actors.speculation.eagle import EagleRunner, EagleStack, HiddenReader, kept_hidden
 from paceline.actors.speculation.experts import ExpertStack
-from paceline.actors.speculation.medusa import HeadStack, check_hidden, load_heads
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.speculation.profiling import build_policy
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX, Proposer
@@ -198,7 +197,7 @@ def kv_positions(
     """
     size = kv_block_size(config, dtype, device)
     each = position_bytes(kv_shapes(config), dtype)
-    if _keeps_hidden(settings):
+    if _has_eagles(settings):
         each += int(config.hidden_size) * dtype.itemsize
     block, columns = size * each, math.ceil(length / size)
     blocks = settings.max_num_seqs * columns
@@ -301,10 +300,6 @@ def _ends(
     return TargetEnds(embedding, own)
 
 
-def _keeps_hidden(settings: TargetSettings) -> bool:
-    return _has_eagles(settings) or bool(settings.heads)
-
-
 def _has_eagles(settings: TargetSettings) -> bool:
     return any(is_eagle(path) for path in settings.drafts.values())
 
@@ -319,26 +314,6 @@ def _candidates(
         (candidate_of(name), copy.deepcopy(model))
         for name, model in experts
         if name in settings.drafts
-    ]
-
-
-def build_heads(settings: TargetSettings, runner: ModelRunner) -> list[HeadStack]:
-    """Load the Medusa heads on the target of ``runner``.
-
-    Raises:
-        ValueError: heads of another shape, with a draft's name or in a pool, or a target whose
-            hidden states cannot be read.
-        OSError: a folder cannot be read.
-    """
-    if not settings.heads:
-        return []
-    if settings.placement == "pool" or settings.heads.keys() & settings.drafts.keys():
-        raise ValueError("heads must be colocated, and none may have a draft's name")
-    check_hidden(runner)
-    output = runner.models[0].get_output_embeddings().weight
-    return [
-        HeadStack(name, *load_heads(Path(path)), output, runner.kv)
-        for name, path in settings.heads.items()
     ]
 
 
@@ -375,13 +350,17 @@ def suffix_arm(settings: TargetSettings) -> SuffixArm | None:
 
 
 def build_engine(
-    settings: TargetSettings, pool: PoolProposer | None = None
+    settings: TargetSettings,
+    pool: PoolProposer | None = None,
+    beside: Callable[[ModelRunner], Sequence[ProfiledStack]] | None = None,
 ) -> tuple[Engine, PreTrainedTokenizerBase, ModelFacts]:
     """Load the models and build the engine.
 
     Args:
         settings: see TargetSettings.
         pool: proposer of drafts in a pool; None loads the drafts here.
+        beside: makes further drafts of another kind that read the target's hidden states, as a
+            study does; not with a pool.
 
     Returns:
         the engine, the target's tokenizer, and facts about its model.
@@ -404,7 +383,7 @@ def build_engine(
         max_model_len,
         positions,
         graph_tokens=_graph_tokens(settings),
-        keep_hidden=_keeps_hidden(settings),
+        keep_hidden=_has_eagles(settings) or beside is not None,
     )
     numerics = _numerics(settings, runner)
     seed = int.from_bytes(os.urandom(7), "big") if settings.seed is None else settings.seed
@@ -414,14 +393,14 @@ def build_engine(
         if pool is not None
         else build_stacks(settings, dtype, device, max_model_len, positions, runner)
     )
-    heads = build_heads(settings, runner)
+    others = [] if beside is None else beside(runner)
     proposer: Proposer = pool or ColocatedProposer(
-        [*stacks, *heads], settings.draft_top_k, generator
+        [*stacks, *others], settings.draft_top_k, generator
     )
     if pool is not None and _has_eagles(settings):
         pool.keep_hidden(runner.kv)
     suffixes = suffix_arm(settings)
-    policy = build_policy(settings, runner, stacks, pool, heads, suffixes=suffixes is not None)
+    policy = build_policy(settings, runner, stacks, pool, others, suffixes=suffixes is not None)
     engine = Engine(
         runner=runner,
         draft_runner=DraftRunner(proposer, policy, device, time.perf_counter, suffixes),

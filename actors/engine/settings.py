@@ -21,7 +21,6 @@ class TargetSettings:
         model_path: folder of the target.
         drafts: model folder per expert (all topics and ``general``); ``<expert>@0``, its frozen
             initial weights, needs no entry.
-        heads: folder of Medusa heads per further draft; colocated only.
         dtype: auto, bfloat16, float16 or float32.
         device: auto, cpu or cuda: Ray shows a process the GPUs that it books, and it uses the
             first.
@@ -60,7 +59,6 @@ class TargetSettings:
 
     model_path: str
     drafts: dict[str, str] = field(default_factory=dict)
-    heads: dict[str, str] = field(default_factory=dict)
     dtype: str = "auto"
     device: str = "auto"
     gpu_share: float = 1.0

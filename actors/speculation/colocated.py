@@ -49,7 +49,7 @@ def merge(parts: Sequence[tuple[list[int], Proposal]], rows: int) -> Proposal:
 
 
 class DraftStack(Protocol):
-    """Drafts that propose in one batch: experts of one architecture, or Medusa heads."""
+    """Drafts of one kind, which propose in one batch."""
 
     @property
     def versions(self) -> Mapping[str, int]:
@@ -95,6 +95,14 @@ class DraftStack(Protocol):
 
     def load_weights(self, slot: str, weight_version: int, state: Mapping[str, Tensor]) -> None:
         """Load new weights; a ValueError if they do not fit."""
+        ...
+
+
+class ProfiledStack(DraftStack, Protocol):
+    """One that says what its steps cost."""
+
+    def step(self, rows: int) -> None:
+        """Draft a token for so many rows, as drafting does, and wait for the device."""
         ...
 
 

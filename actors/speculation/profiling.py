@@ -12,6 +12,7 @@ from paceline.actors.engine.expert_layout import ExpertLayout
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.top_tokens import most_probable
+from paceline.actors.speculation.colocated import ProfiledStack
 from paceline.actors.speculation.costs import (
     DraftCosts,
     PrefillCosts,
@@ -21,7 +22,6 @@ from paceline.actors.speculation.costs import (
 )
 from paceline.actors.speculation.experts import ExpertStack
 from paceline.actors.speculation.goodput import GoodputPolicy
-from paceline.actors.speculation.medusa import HeadStack, head_stepper
 from paceline.actors.speculation.pool.profile import profile_pool
 from paceline.actors.speculation.pool.proposer import PoolProposer
 from paceline.actors.weights.slots import is_candidate
@@ -110,7 +110,7 @@ def build_policy(
     runner: ModelRunner,
     stacks: Sequence[ExpertStack],
     pool: PoolProposer | None = None,
-    heads: Sequence[HeadStack] = (),
+    others: Sequence[ProfiledStack] = (),
     *,
     suffixes: bool = False,
 ) -> GoodputPolicy | None:
@@ -118,10 +118,10 @@ def build_policy(
 
     With ``suffixes`` it weighs suffix drafts too, which cost no more than their verification.
 
-    All drafts are assumed to cost as much as those of the first architecture; Medusa heads are
+    All drafts are assumed to cost as much as those of the first architecture; ``others`` are
     profiled only if there is nothing else. Costs of a pool's drafts include the round trip.
     """
-    drafts = stacks or pool or heads
+    drafts = stacks or pool or others
     if settings.num_speculative_tokens is not None or not (drafts or suffixes):
         return None
     rows = grid_points(settings.max_num_seqs)
@@ -141,7 +141,7 @@ def build_policy(
     elif pool is not None:
         costs = DraftCosts(profile_pool(pool, settings, rows, target_costs[1, 1]))
     elif not stacks:
-        costs = DraftCosts(profile(head_stepper(heads[0]), rows, [1], time.perf_counter))
+        costs = DraftCosts(profile(lambda b, _: others[0].step(b), rows, [1], time.perf_counter))
     else:
         draft = stacks[0].runner
         served = sum(not is_candidate(name) for name in stacks[0].names)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,19 @@ from harness import interval, machine, parsed, say, show, write
 from models import load_engine
 from prompts import Prompt, source_of
 
-from online.lab import QUICK, Lab, Sizes, lab_arguments
-from paceline.actors.engine.engine import Engine
-from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
-from paceline.actors.replay.record import MAX_LENGTH, ReplayRecord
-from paceline.actors.speculation.medusa import HeadsConfig, MedusaHeads, save_heads
-from paceline.actors.training.deepspeed_config import training_dtype
-from paceline.actors.training.distiller import Distiller
-from paceline.actors.training.medusa import (
+from online.head_training import (
     HeadTrainingSettings,
     head_accuracy,
     make_dataset,
     train_heads,
 )
+from online.heads import HeadsConfig, MedusaHeads, save_heads, stacks_of
+from online.lab import QUICK, Lab, Sizes, lab_arguments
+from paceline.actors.engine.engine import Engine
+from paceline.actors.engine.model_loader import load_causal_lm, resolve_device, resolve_dtype
+from paceline.actors.replay.record import MAX_LENGTH, ReplayRecord
+from paceline.actors.training.deepspeed_config import training_dtype
+from paceline.actors.training.distiller import Distiller
 from paceline.deploy.demo.prompts import TOPICS
 
 ALL, PLAIN = "all", "plain"
@@ -135,11 +136,12 @@ def make_variants(
     """Plain decoding first; fixed k in one engine, the controllers each in one of its own."""
     drafts = {GENERAL: str(lab.draft), "one-draft": str(trained.folder(DRAFT, ALL))}
     drafts |= {topic: str(trained.folder(DRAFT, topic)) for topic in topics}
-    heads = {"one-set": str(trained.folder(HEADS, ALL))}
-    heads |= {f"heads-{topic}": str(trained.folder(HEADS, topic)) for topic in topics}
+    heads = {"one-set": trained.folder(HEADS, ALL)}
+    heads |= {f"heads-{topic}": trained.folder(HEADS, topic) for topic in topics}
 
-    def engine(drafts: dict[str, str], heads: dict[str, str], k: int | None) -> Engine:
-        own: dict[str, Any] = {"heads": heads, "max_num_seqs": 1, "max_model_len": 512}
+    def engine(drafts: dict[str, str], heads: dict[str, Path], k: int | None) -> Engine:
+        own: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 512}
+        own |= {"beside": partial(stacks_of, heads)} if heads else {}
         return load_engine(drafts, threads=lab.threads, k=k, target=lab.target, **own)[0]
 
     both = engine(drafts, heads, 0)

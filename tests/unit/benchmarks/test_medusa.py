@@ -7,7 +7,7 @@ from decoding import Cell, Served, make_blocks
 from engines import TOKENIZER
 from online.medusa import PLAIN, draft_names, measure
 from prompts import Prompt
-from unit.speculation.test_medusa import SIZES, K, medusa_engine, random_state
+from unit.benchmarks.test_medusa_heads import SIZES, K, medusa_engine, random_state
 
 WORDS = TOKENIZER.encode("SELECT name, age FROM people WHERE age > 30", add_special_tokens=False)
 

@@ -21,7 +21,6 @@ from paceline.actors.engine.grammar import GrammarState
 from paceline.actors.engine.model_loader import load_causal_lm
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.speculation.eagle import EagleRunner, EagleStack, kept_hidden
-from paceline.actors.speculation.medusa import HeadsConfig, HeadStack
 from paceline.actors.weights.eagle import load_draft, new_draft, save_draft
 
 ROWS = 6
@@ -46,20 +45,6 @@ GRAMMARS = {
 def padded(draft: int) -> Engine:
     drafts = {"a": served(tiny_llama(2, layers=1, vocab=draft))}
     return engine_of(served(tiny_llama(1)), [drafts], max_num_seqs=ROWS)
-
-
-def medusa() -> Engine:
-    config = HeadsConfig(3, 32, VOCAB)
-    generator = torch.Generator().manual_seed(3)
-    shapes = config.shapes().items()
-    state = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes}
-    target = served(tiny_llama(1))
-    output = target.get_output_embeddings().weight
-
-    def beside(runner: ModelRunner) -> list[HeadStack]:
-        return [HeadStack("a", config, state, output, runner.kv)]
-
-    return engine_of(target, [], beside=beside, max_num_seqs=ROWS)
 
 
 def eagle(folder: Path, vocabulary: torch.Tensor | None) -> Engine:
@@ -90,7 +75,6 @@ KINDS: dict[str, Callable[[Path], AbstractContextManager[Engine]]] = {
     "twin": lambda _: nullcontext(twin(max_num_seqs=ROWS)),
     "smaller vocabulary": lambda _: nullcontext(padded(VOCAB - 40)),
     "larger vocabulary": lambda _: nullcontext(padded(VOCAB + 20)),
-    "medusa": lambda _: nullcontext(medusa()),
     "eagle": lambda folder: nullcontext(eagle(folder, None)),
     "eagle of few tokens": lambda folder: nullcontext(eagle(folder, torch.arange(3, 250, 2))),
     "pool": lambda _: pool(),

@@ -13,7 +13,7 @@ head in a tree; here, as with every other draft, a round verifies one chain.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -227,6 +227,11 @@ class HeadStack:
         counts = device_tensor([min(row.num_draft_tokens, steps) for row in rows], self.device)
         return Proposal.of_most_probable(ids.T, counts, probs.T)
 
+    def step(self, rows: int) -> None:
+        """Compute one head for so many rows, and wait for the device."""
+        states = torch.zeros(rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        self.logits(states, 1).float().topk(1).indices.tolist()
+
     def release(self, request_id: str) -> None:
         """Do nothing: heads keep no state of sequences."""
 
@@ -284,12 +289,13 @@ def check_hidden(runner: ModelRunner) -> None:
         raise ValueError(f"models of type {kind} do not make their logits from hidden states alone")
 
 
-def head_stepper(heads: HeadStack) -> Callable[[int, int], None]:
-    """``run(rows, _)``: one head for so many rows, to be profiled."""
-    hidden = heads.config.hidden_size
+def stacks_of(folders: Mapping[str, Path], runner: ModelRunner) -> list[HeadStack]:
+    """Load heads onto the target of ``runner``, by name.
 
-    def run(rows: int, _: int) -> None:
-        states = torch.zeros(rows, hidden, dtype=heads.dtype, device=heads.device)
-        heads.logits(states, 1).float().topk(1).indices.tolist()  # waits for the device
-
-    return run
+    Raises:
+        ValueError: heads of another shape, or a target whose hidden states cannot be read.
+        OSError: a folder cannot be read.
+    """
+    check_hidden(runner)
+    output = runner.models[0].get_output_embeddings().weight
+    return [HeadStack(n, *load_heads(path), output, runner.kv) for n, path in folders.items()]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from paceline.actors.speculation.medusa import MedusaHeads
+from online.heads import MedusaHeads
 
 _IGNORED = -100
 _ROWS = 8  # sequences of one forward of the target

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,22 @@ import pytest
 import torch
 from distributions import chi_square, law_of_tokens
 from engines import DEVICE, MAX_LEN, TOKENIZER, engine_of, request, run, served, tokens_of
+from online.head_training import (
+    HeadTrainingSettings,
+    head_accuracy,
+    make_dataset,
+    medusa_loss,
+    train_heads,
+)
+from online.heads import (
+    HeadsConfig,
+    HeadStack,
+    MedusaHeads,
+    check_hidden,
+    load_heads,
+    save_heads,
+    stacks_of,
+)
 from tiny_models import save_tiny, tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -22,22 +38,7 @@ from paceline.actors.engine.engine import Engine
 from paceline.actors.engine.kv_cache import KVCache
 from paceline.actors.engine.model_runner import ModelRunner
 from paceline.actors.engine.settings import TargetSettings
-from paceline.actors.speculation.medusa import (
-    HeadsConfig,
-    HeadStack,
-    MedusaHeads,
-    check_hidden,
-    load_heads,
-    save_heads,
-)
 from paceline.actors.speculation.pending_updates import SwapWeights
-from paceline.actors.training.medusa import (
-    HeadTrainingSettings,
-    head_accuracy,
-    make_dataset,
-    medusa_loss,
-    train_heads,
-)
 
 PROMPTS = [
     TOKENIZER.encode(text, add_special_tokens=False)
@@ -311,29 +312,26 @@ def test_an_engine_is_built_with_heads_beside_drafts(tmp_path: Path) -> None:
     settings = TargetSettings(
         str(tmp_path / "target"),
         {"b": str(tmp_path / "draft")},
-        {"a": str(tmp_path / "heads")},
         dtype="float32",
         num_threads=1,
         max_num_seqs=2,
         num_speculative_tokens=3,
     )
-    engine, _, _ = build_engine(settings)
+    beside = partial(stacks_of, {"a": tmp_path / "heads"})
+    engine, _, _ = build_engine(settings, beside=beside)
     assert set(engine.drafts()) == {"a", "b", "b@0"}
     found = run(engine, [request("r", PROMPTS[3], max_tokens=40, ignore_eos=True)])
     assert tokens_of(found["r"]) == answers()[3][:40]
     assert accepted(found)[0] > 20
     # Alone, with the controller that knows what a head costs.
     free = dataclasses.replace(settings, drafts={}, num_speculative_tokens=None)
-    engine, _, _ = build_engine(free)
+    engine, _, _ = build_engine(free, beside=beside)
     found = run(engine, [request("r", PROMPTS[3], max_tokens=40, ignore_eos=True)])
     assert tokens_of(found["r"]) == answers()[3][:40]
-    for change in ({"placement": "pool"}, {"drafts": {"a": settings.drafts["b"]}}):
-        with pytest.raises(ValueError, match="heads must be colocated"):
-            build_engine(dataclasses.replace(settings, **change))  # type: ignore[arg-type]
     other = HeadsConfig(1, 16, 300)
     save_heads(tmp_path / "other", other, random_state(other, 1))
     with pytest.raises(ValueError, match="made for 300 tokens and hidden states of 16"):
-        build_engine(dataclasses.replace(settings, heads={"a": str(tmp_path / "other")}))
+        build_engine(settings, beside=partial(stacks_of, {"a": tmp_path / "other"}))
 
 
 @torch.inference_mode()
