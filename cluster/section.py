@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[float, Field(gt=0.0)]
-PerSecond = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
 
 

@@ -49,7 +49,6 @@ class TargetSettings:
         sample_share: of the recorded requests, offered to the scorer of experts with all prompts
             of the ``held_out_fraction``.
         held_out_fraction: of the prompts.
-        max_records_per_s: per topic; None is no limit.
         canary_share: of the requests, drafted by an expert's candidate if there is one; above 0
             every expert has a second weight slot.
         suffix: where suffix drafts come from: nowhere, the request's own tokens, or recorded
@@ -82,7 +81,6 @@ class TargetSettings:
     stream_chunks_per_s: float = 0.0
     sample_share: float = 0.0
     held_out_fraction: float = 0.0
-    max_records_per_s: float | None = None
     canary_share: float = 0.0
     suffix: SuffixSource = "off"
     retention_s: float = 24 * 3600.0

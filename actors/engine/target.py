@@ -33,7 +33,7 @@ from paceline.actors.replay.conversations import Conversations
 from paceline.actors.replay.deliveries import Deliveries
 from paceline.actors.replay.held_records import MAX_BYTES, HeldRecords
 from paceline.actors.replay.record import ReplayRecord, encode, is_synthetic
-from paceline.actors.replay.selection import LeftOut, RecordRateLimiter, is_scored
+from paceline.actors.replay.selection import LeftOut, is_scored
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.speculation.pending_updates import (
     AddExpert,
@@ -213,7 +213,6 @@ class TargetReplica:
         self._scorer = scorer
         self._settings = settings
         self._scored = (settings.sample_share, settings.held_out_fraction)
-        self._record_limiter = RecordRateLimiter(settings.max_records_per_s, time.monotonic)
         self._left_out = LeftOut()
         self._held_records = HeldRecords(self._left_out)
         self._deliveries = Deliveries(_has_arrived, MAX_BYTES)
@@ -420,9 +419,9 @@ class TargetReplica:
             raise RuntimeError("a round of the engine hangs")
 
     def _limit_records(self, request: GenerationRequest) -> GenerationRequest:
-        """Drop the record of a request that nothing takes, or whose topic is over the limit."""
+        """Drop the record of a request that nothing takes, or for which there is no room."""
         limited = request.has_record and not request.background
-        taken = not limited or self._record_limiter.acquire(request.topic)
+        taken = not limited or self._held_records.has_room(request.topic)
         if not taken:
             self._left_out.add(request.topic)
         return request if self._shards and taken else replace(request, recorded=False)

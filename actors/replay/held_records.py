@@ -49,6 +49,17 @@ class HeldRecords:
         with self._lock:
             return self._bytes.total()
 
+    def has_room(self, topic: str) -> bool:
+        """Whether a request of this topic that begins now should be recorded.
+
+        Not once half of the bytes are taken, unless others hold more: the other half is for
+        requests that have begun. Under traffic that never pauses most records would be made only
+        to be dropped.
+        """
+        with self._lock:
+            most = max(self._bytes.values(), default=0)
+            return 2 * self._bytes.total() < self._max_bytes or self._bytes[topic] < most
+
     def add(self, record: ReplayRecord, now: float) -> None:
         """Append a record, and drop others, or this one, until all fit."""
         with self._lock:

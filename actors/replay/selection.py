@@ -1,52 +1,12 @@
-"""Which finished requests are recorded, and which records all experts are scored on."""
+"""Which requests left no record, and which records all experts are scored on."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable
 
 from paceline.actors.replay.record import ReplayRecord, is_held_out, is_synthetic
-
-_BURST_S = 16.0  # the bucket holds the rate's records of so many seconds
-
-
-class RecordRateLimiter:
-    """A token bucket per topic.
-
-    Recording costs a twelfth of a saturated engine's time, and a trainer uses a few records per
-    second at most. The choice depends on arrival times alone. A request that fails after
-    :meth:`acquire` leaves no record but uses its token.
-    """
-
-    def __init__(self, per_s: float | None, clock: Callable[[], float]) -> None:
-        """Start with a full bucket for every topic.
-
-        Args:
-            per_s: records per topic and second, averaged over more than 16 seconds; None: all.
-            clock: monotonic seconds.
-
-        Raises:
-            ValueError: ``per_s`` is not positive.
-        """
-        if per_s is not None and per_s <= 0:
-            raise ValueError("max_records_per_s: more than 0, or none")
-        self._per_s = per_s
-        self._capacity = max(1.0, _BURST_S * (per_s or 0.0))
-        self._clock = clock
-        self._buckets: dict[str, tuple[float, float]] = {}  # by topic: tokens, at seconds
-
-    def acquire(self, topic: str) -> bool:
-        """Whether a request of this topic may be recorded now; uses a token if so."""
-        if self._per_s is None:
-            return True
-        now = self._clock()
-        tokens, at = self._buckets.get(topic, (self._capacity, now))
-        tokens = min(self._capacity, tokens + self._per_s * max(now - at, 0.0))
-        allowed = tokens >= 1.0
-        self._buckets[topic] = (tokens - allowed, now)
-        return allowed
 
 
 class LeftOut:

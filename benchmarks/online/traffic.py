@@ -56,11 +56,11 @@ PLAIN, FROZEN, SUFFIX, ONLINE = VARIANTS = (
     "online",
 )
 # Not `store: false`, which would keep prompts out of the prefix cache too.
-_NO_RECORDS = {"replay.max_records_per_s": 1e-6}
+_NO_RECORDS = {"replay.enabled": False, "training.enabled": False}
 # Keys of the configuration of `paceline serve` that a variant changes.
 KEYS: dict[str, dict[str, Any]] = {
-    PLAIN: {"router.enabled": False, "training.enabled": False, "drafts.topics": [], **_NO_RECORDS},
-    FROZEN: {"training.enabled": False, **_NO_RECORDS},
+    PLAIN: {"router.enabled": False, "drafts.topics": [], **_NO_RECORDS},
+    FROZEN: _NO_RECORDS,
     SUFFIX: {"training.enabled": False},
     ONLINE: {},
 }

@@ -113,7 +113,6 @@ def target_settings(config: PacelineConfig, num_gpus: float = 1.0) -> TargetSett
         stream_chunks_per_s=config.target.stream_chunks_per_s,
         sample_share=config.router.sample_share,
         held_out_fraction=config.replay.held_out_fraction,
-        max_records_per_s=config.replay.max_records_per_s,
         canary_share=config.training.effective_canary_share,
         suffix=config.drafts.suffix,
         retention_s=config.replay.retention_hours * 3600.0,

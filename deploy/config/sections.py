@@ -23,7 +23,7 @@ from paceline.actors.training.settings import (
 )
 from paceline.actors.weights.topics import TOPIC_NAME
 from paceline.cluster.autoscaling import AutoscalingConfig, most_replicas
-from paceline.cluster.section import Count, Fraction, PerSecond, Seconds, Section
+from paceline.cluster.section import Count, Fraction, Seconds, Section
 
 MINILM = "minilm"  # the topic head of the package
 AUTO, NO_DRAFTS = "auto", "none"
@@ -242,9 +242,6 @@ class ReplayConfig(Section):
     ``remover`` selects the records to drop at ``capacity_mb``, ``sampler`` those to train on;
     ``priority`` goes by a record's last training loss.
 
-    Each replica records at most ``max_records_per_s`` per topic, in bursts of up to 16 seconds'
-    worth: recording every request slows serving down and does not train better. null records all.
-
     ``scope`` key gives every key of ``auth.keys`` experts of its own, ``acme.sql``, which learn
     from that key's requests alone and draft for no other's. Requests with another key, or none,
     are not recorded, and the ``general`` that drafts for them never learns. What is learnt lies
@@ -255,7 +252,6 @@ class ReplayConfig(Section):
     scope: Literal["all", "key"] = "all"
     capacity_mb: Count = 256
     retention_hours: Seconds = 24.0
-    max_records_per_s: PerSecond | None = 2.0
     remover: Remover = "fifo"
     sampler: Sampler = "recency"
     held_out_fraction: Fraction = 0.2

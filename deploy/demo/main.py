@@ -95,7 +95,6 @@ def _config(options: DemoOptions, console: Console) -> PacelineConfig:
             "training.canary_share": _CANARY_SHARE,
             "training.max_occupancy": _MAX_OCCUPANCY,
             "replay.held_out_fraction": _HELD_OUT,
-            "replay.max_records_per_s": None,  # there are few requests to learn from
             "auth.api_keys_env": None,  # its clients send none
         },
     )

@@ -43,7 +43,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
             "target.prefix_cache": "key",
             "drafts.topics": ["sql"],
             "replay.scope": "key",
-            "replay.max_records_per_s": None,
             "router.timeout_s": 10.0,
             "training.canary_share": 0.0,
             "training.round_seconds": 4.0,

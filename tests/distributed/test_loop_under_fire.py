@@ -59,7 +59,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
             "training.canary_share": 0.0,  # noise is published here, which a canary would withdraw
             "router.timeout_s": 5.0,
             "router.sample_share": 1.0,
-            "replay.max_records_per_s": None,
             "ray.num_cpus": 2,
             "ray.dashboard": False,
         },

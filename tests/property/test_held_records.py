@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from hypothesis import given
@@ -13,6 +14,7 @@ from paceline.actors.replay.record import ReplayRecord
 from paceline.actors.replay.selection import LeftOut
 
 TOPICS = ("sql", "math", "general")
+PAIR = TOPICS[:2]
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,22 @@ def test_records_leave_once_in_order_within_the_bound(steps: list[object], limit
     assert sum(map(left_out.take, TOPICS)) == dropped
     numbers = [int(record.request_id.split("-")[1]) for record in sent]
     assert numbers == sorted(set(numbers))
+
+
+@given(st.lists(st.sampled_from(PAIR), max_size=60), st.integers(1, 12), st.sampled_from(PAIR))
+def test_a_full_hold_has_room_for_topics_that_others_crowd_out(
+    topics: list[str], places: int, asked: str
+) -> None:
+    size = make_record(request_id="cmpl-0-0").num_bytes
+    held, counts = HeldRecords(LeftOut(), 2 * places * size), Counter[str]()
+    for number, topic in enumerate(topics):  # one after another, so none is under way
+        room = held.has_room(topic)
+        assert room == (counts.total() < places or counts[topic] < max(counts.values()))
+        if room:
+            held.add(make_record(request_id=f"cmpl-{number}-0", topic=topic), 0.0)
+            counts[topic] += 1
+    assert len(held) == counts.total() <= len(topics)
+    assert held.has_room(asked) or counts[asked] >= places / len(PAIR)
 
 
 def purged(record: ReplayRecord, answer: str | None, topic: str | None) -> bool:

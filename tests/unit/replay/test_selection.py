@@ -1,15 +1,19 @@
-"""Which requests are scored: by hash alone, of held-out prompts alone, never more than asked."""
+"""Which requests are scored: by hash alone, of held-out prompts alone, never more than asked.
+
+And those without a record are counted.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from replay_samples import make_record
 
 from paceline.actors.replay.record import ReplayRecord, is_held_out
-from paceline.actors.replay.selection import is_scored
+from paceline.actors.replay.selection import LeftOut, is_scored
 
 BASE = make_record()
 
@@ -43,3 +47,11 @@ def test_a_prompt_that_comes_again_is_not_always_taken_with_it() -> None:
     ]
     picked = sum(is_scored(r, 0.5, 1.0) for r in again)
     assert 150 < picked < 250
+
+
+def test_requests_without_a_record_are_counted_once_and_by_topic() -> None:
+    left_out = LeftOut()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(left_out.add, ["sql"] * 400))
+    assert (left_out.take("shell"), left_out.take("sql")) == (0, 400)
+    assert left_out.take("sql") == 0

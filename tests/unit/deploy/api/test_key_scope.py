@@ -76,7 +76,6 @@ def config_of(models: dict[str, Path], scope: str, *, records: bool = True) -> P
             "replay.scope": scope,
             "replay.enabled": records,
             "training.enabled": records,
-            "replay.max_records_per_s": None,
             "router.min_confidence": 0.5,
             "router.placement": "deployment",
             "auth.keys": KEYS,

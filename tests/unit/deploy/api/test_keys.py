@@ -46,9 +46,7 @@ def target(folder: Path, records: list[ReplayRecord]) -> Iterator[TargetReplica]
         records.append(decode(data))
 
     shard: Any = SimpleNamespace(insert=SimpleNamespace(remote=insert))
-    settings = TargetSettings(
-        str(folder), dtype="float32", num_threads=1, max_num_seqs=4, max_records_per_s=None
-    )
+    settings = TargetSettings(str(folder), dtype="float32", num_threads=1, max_num_seqs=4)
     replica = TargetReplica(settings, {"general": shard})
     yield replica
     replica._loop.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from tiny_models import save_tiny, tiny_tokenizer
 from paceline.actors.engine.request import GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.target import TargetReplica
+from paceline.actors.replay import held_records
 from paceline.actors.replay.record import ReplayRecord, decode
 from paceline.actors.router.policy import Route
 from paceline.actors.training.scorer import ScorerTable
@@ -194,9 +194,7 @@ def kept() -> Kept:
 
 
 @pytest.fixture
-def target(
-    models: dict[str, Path], kept: Kept, request: pytest.FixtureRequest
-) -> Iterator[TargetReplica]:
+def target(models: dict[str, Path], kept: Kept) -> Iterator[TargetReplica]:
     settings = TargetSettings(
         str(models["target"]),
         dict.fromkeys(EXPERTS, str(models["draft"])),
@@ -205,7 +203,6 @@ def target(
         max_num_seqs=4,
         num_speculative_tokens=2,
         sample_share=1.0,
-        max_records_per_s=getattr(request, "param", None),
     )
     shards = {expert: kept.shard(expert) for expert in EXPERTS}
     replica = TargetReplica(settings, shards, scorer=kept.scorer())
@@ -259,8 +256,11 @@ def test_replay_is_kept_by_topic_whoever_drafts(
     assert target._loop.stats().draft_failures == 0
 
 
-@pytest.mark.parametrize("target", [1e-9], indirect=True)
-def test_of_a_flood_some_are_kept_and_all_are_answered(target: TargetReplica, kept: Kept) -> None:
+def test_of_a_flood_some_are_kept_and_all_are_answered(
+    target: TargetReplica, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_records, "_IDLE_S", 3600.0)
+    held = target._held_records
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
 
     async def ask(name: str, topic: str, *, store: bool = True, resumed: bool = False) -> int:
@@ -279,13 +279,19 @@ def test_of_a_flood_some_are_kept_and_all_are_answered(target: TargetReplica, ke
     async def flood() -> list[int]:
         # Neither of the first two would be recorded anyway, and none may take another's place.
         found = [await ask("private", "sql", store=False), await ask("r", "sql", resumed=True)]
-        found += [await ask(f"{topic}-{n}", topic) for topic in ("sql", "general") for n in "ab"]
-        return found
+        found.append(await ask("sql-a", "sql"))
+        await until(lambda: len(held) == 1)
+        held._max_bytes = 2 * held.num_bytes
+        found += [await ask("sql-b", "sql"), await ask("general-a", "general")]
+        await until(lambda: len(held) == 2)
+        return [*found, await ask("general-b", "general")]
 
     assert asyncio.run(flood()) == [4, 3, 4, 4, 4, 4]
-    target._record_limiter._clock = lambda: time.monotonic() + 1e10  # long after
+    monkeypatch.undo()
+    assert asyncio.run(ask("private", "sql", store=False)) == 4  # wakes the engine
+    asyncio.run(until(lambda: not held))
     assert asyncio.run(ask("sql-c", "sql")) == 4
-    asyncio.run(until(lambda: len(kept.shards["sql"]) == 2))  # it goes out behind the answer
+    asyncio.run(until(lambda: len(kept.shards["sql"]) == 2))
     assert [r.request_id for r in kept.shards["sql"]] == ["sql-a", "sql-c"]
     assert kept.left_out["sql"] == 1
     assert [r.request_id for r in kept.shards["general"]] == ["general-a"]
