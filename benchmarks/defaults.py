@@ -8,7 +8,7 @@ by more than what is sought. Each block of prompts runs four ways in a rotating 
 router has nothing to do. After each run the server rests until it has handed its records over, and
 then they are purged: the next run of a prompt must find nothing in suffixes. Speed is tokens
 per second while so many requests are in flight. Ratios are means of log-ratios of blocks with 95 %
-t intervals; processor time, that of the rest included, is a mean of all answers.
+t intervals; processor time, that of the rest included, is per answer of whole length.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from scipy import stats
 from paceline import actors, cluster, deploy
 from paceline.actors.atomic_file import replace_text
 
-FILLS = 4  # prompts of a block for each request in flight
+FILLS = 4  # prompts of a block under load for each request in flight
 _SOURCES = (".py", ".cpp", ".h", ".yaml")
 
 Item = TypeVar("Item")
@@ -108,9 +108,14 @@ def while_all_run(
 
     Args:
         replies: times of the events of each, in order, over which its tokens are taken to be spread
-            evenly, and the number of its tokens; more replies than ``in_flight``.
+            evenly, and the number of its tokens; at least twice as many replies as ``in_flight``.
         in_flight: requests at once; the next one follows when one ends.
+
+    Raises:
+        ValueError: too few replies.
     """
+    if len(replies) < 2 * in_flight:
+        raise ValueError(f"{len(replies)} replies are too few with {in_flight} in flight")
     ends = sorted(times[-1] for times, _ in replies)
     since, until = ends[in_flight - 1], ends[-in_flight]
     shares = [

@@ -360,14 +360,14 @@ def build_engine(
         settings: see TargetSettings.
         pool: proposer of drafts in a pool; None loads the drafts here.
         beside: makes further drafts of another kind that read the target's hidden states, as a
-            study does; not with a pool.
+            study does; without a pool.
 
     Returns:
         the engine, the target's tokenizer, and facts about its model.
 
     Raises:
-        ValueError: an unknown dtype, a KV cache for less than one request, or numerics that are
-            not available.
+        ValueError: an unknown dtype, a KV cache for less than one request, numerics that are
+            not available, or drafts beside a pool.
         OSError: a model folder cannot be read.
     """
     torch.set_num_threads(settings.threads)
@@ -394,6 +394,8 @@ def build_engine(
         else build_stacks(settings, dtype, device, max_model_len, positions, runner)
     )
     others = [] if beside is None else beside(runner)
+    if others and pool is not None:
+        raise ValueError("there are no drafts beside a pool")
     proposer: Proposer = pool or ColocatedProposer(
         [*stacks, *others], settings.draft_top_k, generator
     )

@@ -56,9 +56,9 @@ class HeldRecords:
         requests that have begun. Under traffic that never pauses most records would be made only
         to be dropped.
         """
-        with self._lock:
-            most = max(self._bytes.values(), default=0)
-            return 2 * self._bytes.total() < self._max_bytes or self._bytes[topic] < most
+        held = dict(self._bytes)  # without the lock, which a hand-over holds for milliseconds
+        most = max(held.values(), default=0)
+        return 2 * sum(held.values()) < self._max_bytes or held.get(topic, 0) < most
 
     def add(self, record: ReplayRecord, now: float) -> None:
         """Append a record, and drop others, or this one, until all fit."""

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 from harness import (
     FILLS,
@@ -33,7 +34,7 @@ from harness import (
     write,
 )
 from harness import arguments as common_arguments
-from models import model_hashes
+from models import file_hash, model_hashes
 from prompts import Prompt, interleaved, measured_prompts, source_of, training_prompts
 from tqdm import tqdm
 
@@ -172,8 +173,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup = Setup(target, options.threads, slots, _CONTEXT, options.draft, work, taught)
     store = Store(out / "units")
     models = [target, *([] if options.draft is None else [options.draft])]
+    sources = [Path(harness.__file__), *sorted(Path(__file__).parent.rglob("*.py"))]
     shared = {
         **build(),
+        "study": digest({str(number): file_hash(path) for number, path in enumerate(sources)}),
         "models": digest(model_hashes(*models)),
         "target": target.name,
         "threads": options.threads,

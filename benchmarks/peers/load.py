@@ -22,7 +22,7 @@ class Reply:
 
     Attributes:
         sent: when.
-        events: times of the events with tokens.
+        events: times of the events with tokens, and of an empty last one where there is one.
         tokens: generated, by the server's count.
         first_tokens: tokens of the first event: those of a whole round of speculation.
     """

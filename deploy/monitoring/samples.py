@@ -229,7 +229,7 @@ def shard_samples(stats: ShardStats) -> Iterator[Sample]:
         ("replay_evicted", stats.evicted_total),
         ("replay_expired", stats.expired_total),
         ("replay_invalid", stats.refused_total),
-        ("replay_rate_limited", stats.left_out_total),
+        ("replay_left_out", stats.left_out_total),
     ):
         yield Sample(metric, total, (stats.topic,))
 

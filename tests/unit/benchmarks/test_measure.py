@@ -84,12 +84,16 @@ def served(lengths: list[int], in_flight: int) -> list[tuple[list[float], int]]:
 def test_speed_of_many_in_flight_hangs_on_the_server_alone(in_flight: int) -> None:
     count, rates = in_flight * harness.FILLS, []
     asked = harness.answer_lengths(96, in_flight, count)
-    assert asked[in_flight - 1 :] == [96] * (count - in_flight + 1)
+    assert asked == [96 * (i + 1) // in_flight for i in range(in_flight)] + [96] * (
+        count - in_flight
+    )
     varied = [length + (17 * i) % 9 - 4 for i, length in enumerate(asked)]
     for lengths in ([96] * count, asked, varied):
         counted, seconds = harness.while_all_run(served(lengths, in_flight), in_flight)
         rates.append(counted / seconds)
-    assert rates == pytest.approx([rates[0]] * 3, rel=0.02)
+    assert rates == pytest.approx([in_flight * 96 / (20 * in_flight + 5 * 96)] * 3, rel=0.02)
+    with pytest.raises(ValueError, match="too few"):
+        harness.while_all_run(served(asked, in_flight)[: 2 * in_flight - 1], in_flight)
 
 
 def test_the_interval_is_students_for_one_topic() -> None:

@@ -51,7 +51,7 @@ def test_time_per_token_is_of_the_tokens_behind_the_first_event() -> None:
     reply.tokens = 3
     assert reply.tpot_s is None
     with pytest.raises(PeerError, match="one event"):
-        study._figures(1, [reply], {})
+        study._figures(1, [reply, reply], {})
     assert tokens_of('data: {"choices": [{"text": "a", "token_ids": [4, 5]}]}') == 2
     assert tokens_of('data: {"choices": [{"text": "a"}]}') == 1
 

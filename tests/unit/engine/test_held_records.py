@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from engines import make_engine, request
+from replay_samples import make_record
 from tiny_models import tiny_tokenizer
 from waiting import wait_until
 
@@ -67,6 +69,26 @@ def test_an_idle_engine_hands_over_all_in_order(world: World) -> None:
     wait_until(lambda: len(world.sent) == 3, "the records")
     assert world.names == ["a", "b", "c"]
     assert (len(world.held), world.held.num_bytes) == (0, 0)
+
+
+def test_a_request_does_not_wait_for_a_hand_over() -> None:
+    held, sending, sent = HeldRecords(LeftOut()), threading.Event(), threading.Event()
+    held.add(make_record(), 0.0)
+
+    def send(_: ReplayRecord) -> None:
+        sending.set()
+        assert sent.wait(20)
+
+    handing_over = threading.Thread(target=held.hand_over, args=(send, 0.0))
+    handing_over.start()
+    assert sending.wait(20)
+    asked = threading.Thread(target=held.has_room, args=("sql",), daemon=True)
+    asked.start()
+    asked.join(20)
+    waits = asked.is_alive()
+    sent.set()
+    handing_over.join()
+    assert not waits
 
 
 def test_what_is_purged_before_is_never_handed_over(

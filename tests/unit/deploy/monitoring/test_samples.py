@@ -144,7 +144,7 @@ def test_shard_samples_cover_every_dropped_record() -> None:
     evicted = by_labels(samples, "replay_evicted")["sql",]
     assert by_labels(samples, "replay_inserted")["sql",] == 60 == kept + evicted
     assert by_labels(samples, "replay_invalid")["sql",] == 1
-    assert by_labels(samples, "replay_rate_limited")["sql",] == 7
+    assert by_labels(samples, "replay_left_out")["sql",] == 7
     used, room = by_labels(samples, "replay_bytes"), by_labels(samples, "replay_capacity_bytes")
     assert all(0 < used[key] <= room[key] for key in used)
 
