@@ -45,6 +45,23 @@ def test_what_http_adds_has_an_interval_over_blocks() -> None:
     assert report._http_adds(units, [PLAIN]) is None
 
 
+def test_figures_under_load_are_of_the_later_requests_of_whole_length() -> None:
+    found = [Reply(0.0, [1.0, 2.0], 4, 1), Reply(0.0, [1.0, 5.0], 8, 1)]
+    found += [
+        Reply(2.0, [3.0, 9.0], 8, 1),
+        Reply(5.0, [5.5, 12.5], 8, 1),
+        Reply(9.0, [9.5, 13.0], 8, 1),
+    ]
+    figures = study._figures(2, found, {"target": 9.0})
+    assert figures["ttft_s"] == [1.0, 0.5, 0.5]
+    assert figures["tpot_s"] == pytest.approx([6 / 7, 1.0, 0.5])
+    assert (figures["waits"], figures["longest_waits_s"]) == (3, [7.0])
+    assert figures["whole_answers"] == 4.5
+    assert report._processor_ms([figures]) == {"target": pytest.approx(2000.0)}
+    # From 5 to 12.5: one event of the third, both of the fourth, one of the last.
+    assert (figures["tokens"], figures["seconds"]) == (16, 7.5)
+
+
 def test_time_per_token_is_of_the_tokens_behind_the_first_event() -> None:
     reply = Reply(0.0, [1.0, 2.0], 8, first_tokens=3)
     assert (reply.ttft_s, reply.tpot_s) == (1.0, pytest.approx(0.2))
