@@ -367,9 +367,11 @@ def build_engine(
 
     Raises:
         ValueError: an unknown dtype, a KV cache for less than one request, numerics that are
-            not available, or drafts beside a pool.
+            not available, or drafts of another kind beside a pool or with a draft's name.
         OSError: a model folder cannot be read.
     """
+    if beside is not None and settings.placement == "pool":
+        raise ValueError("drafts of another kind must be colocated")
     torch.set_num_threads(settings.threads)
     device = resolve_device(settings.device)
     dtype = target_dtype(settings.dtype, device, settings.model_path)
@@ -394,8 +396,8 @@ def build_engine(
         else build_stacks(settings, dtype, device, max_model_len, positions, runner)
     )
     others = [] if beside is None else beside(runner)
-    if others and pool is not None:
-        raise ValueError("there are no drafts beside a pool")
+    if twice := settings.drafts.keys() & {name for stack in others for name in stack.names}:
+        raise ValueError(f"two drafts have the name {min(twice)}")
     proposer: Proposer = pool or ColocatedProposer(
         [*stacks, *others], settings.draft_top_k, generator
     )

@@ -18,7 +18,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 from harness import (
     FILLS,
@@ -173,7 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup = Setup(target, options.threads, slots, _CONTEXT, options.draft, work, taught)
     store = Store(out / "units")
     models = [target, *([] if options.draft is None else [options.draft])]
-    sources = [Path(harness.__file__), *sorted(Path(__file__).parent.rglob("*.py"))]
+    own = Path(__file__).parent
+    sources = [own.parent / "harness.py", *sorted(own.rglob("*.py"))]
     shared = {
         **build(),
         "study": digest({str(number): file_hash(path) for number, path in enumerate(sources)}),

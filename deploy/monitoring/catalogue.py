@@ -268,7 +268,9 @@ METRICS: tuple[Metric, ...] = (
     _counter(SHARD, "replay_evicted", "Records dropped for lack of capacity", "topic"),
     _counter(SHARD, "replay_expired", "Records dropped after their retention time", "topic"),
     _counter(SHARD, "replay_invalid", "Messages that are not valid records", "topic"),
-    _counter(SHARD, "replay_left_out", "Requests not recorded for lack of room", "topic"),
+    _counter(
+        SHARD, "replay_left_out", "Requests not recorded: no room, or a hanging shard", "topic"
+    ),
     _gauge(TRAINER, "trainer_state", "1 for the trainer's current state, else 0", "state"),
     _counter(TRAINER, "trainer_micro_steps", "Micro-steps of training"),
     _counter(TRAINER, "trainer_seconds", "Seconds of micro-steps"),

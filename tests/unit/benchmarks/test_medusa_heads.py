@@ -328,6 +328,12 @@ def test_an_engine_is_built_with_heads_beside_drafts(tmp_path: Path) -> None:
     engine, _, _ = build_engine(free, beside=beside)
     found = run(engine, [request("r", PROMPTS[3], max_tokens=40, ignore_eos=True)])
     assert tokens_of(found["r"]) == answers()[3][:40]
+    pool = dataclasses.replace(settings, placement="pool")
+    with pytest.raises(ValueError, match="must be colocated"):
+        build_engine(pool, beside=beside)
+    same = dataclasses.replace(settings, drafts={"a": settings.drafts["b"]})
+    with pytest.raises(ValueError, match="two drafts have the name a"):
+        build_engine(same, beside=beside)
     other = HeadsConfig(1, 16, 300)
     save_heads(tmp_path / "other", other, random_state(other, 1))
     with pytest.raises(ValueError, match="made for 300 tokens and hidden states of 16"):

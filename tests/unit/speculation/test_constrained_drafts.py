@@ -13,6 +13,7 @@ from engines import DEVICE, TOKENIZER, engine_of, make_engine, request, run, ser
 from engines import twin_engine as twin
 from grammars import json_grammar
 from llguidance import LLMatcher
+from online.heads import HeadsConfig, HeadStack
 from pools import VOCAB, attached, pool_engine, serving
 from tiny_models import tiny_llama
 
@@ -47,6 +48,20 @@ def padded(draft: int) -> Engine:
     return engine_of(served(tiny_llama(1)), [drafts], max_num_seqs=ROWS)
 
 
+def medusa() -> Engine:
+    config = HeadsConfig(3, 32, VOCAB)
+    generator = torch.Generator().manual_seed(3)
+    shapes = config.shapes().items()
+    state = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes}
+    target = served(tiny_llama(1))
+    output = target.get_output_embeddings().weight
+
+    def beside(runner: ModelRunner) -> list[HeadStack]:
+        return [HeadStack("a", config, state, output, runner.kv)]
+
+    return engine_of(target, [], beside=beside, max_num_seqs=ROWS)
+
+
 def eagle(folder: Path, vocabulary: torch.Tensor | None) -> Engine:
     tiny_llama(1).save_pretrained(folder / "target")
     TOKENIZER.save_pretrained(folder / "target")
@@ -75,6 +90,7 @@ KINDS: dict[str, Callable[[Path], AbstractContextManager[Engine]]] = {
     "twin": lambda _: nullcontext(twin(max_num_seqs=ROWS)),
     "smaller vocabulary": lambda _: nullcontext(padded(VOCAB - 40)),
     "larger vocabulary": lambda _: nullcontext(padded(VOCAB + 20)),
+    "medusa": lambda _: nullcontext(medusa()),
     "eagle": lambda folder: nullcontext(eagle(folder, None)),
     "eagle of few tokens": lambda folder: nullcontext(eagle(folder, torch.arange(3, 250, 2))),
     "pool": lambda _: pool(),
