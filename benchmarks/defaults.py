@@ -3,12 +3,13 @@
     make bench-defaults ARGS="--quick --data FOLDER"
 
 One server with the first draft, without training, over HTTP on loopback: two servers would differ
-by more than what is sought. Each block of prompts runs four ways in a rotating order:
-`speculative.draft: off` is without drafts, `store: false` without records, and with neither the
-router has nothing to do. After each run the server rests until it has handed its records over, and
-then they are purged: the next run of a prompt must find nothing in suffixes. Speed is tokens
-per second while so many requests are in flight. Ratios are means of log-ratios of blocks with 95 %
-t intervals; processor time, that of the rest included, is per answer of whole length.
+by more than what is sought. Each block of prompts runs five ways in a rotating order:
+`speculative.draft: off` is without drafts, `store: false` without records, and with neither, or
+where the request names its draft, the router has nothing to do. After each run the server rests
+until it has handed its records over, and then they are purged: the next run of a prompt must find
+nothing in suffixes. Speed is tokens per second while so many requests are in flight. Ratios are
+means of log-ratios of blocks with 95 % t intervals; processor time, that of the rest included, is
+per answer of whole length.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from prompts import Prompt, interleaved, measured_prompts, source_of
 from serving import application
 
 from paceline.actors.engine.model_loader import load_tokenizer
+from paceline.actors.general import GENERAL
 from paceline.deploy.demo.prompts import TOPICS
 
 NEITHER = "neither"
@@ -53,6 +55,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "records": {"speculative": {"draft": "off"}},
     "drafts": {"store": False},
     "both": {},
+    "both, draft named": {"speculative": {"draft": GENERAL}},
 }
 _LEAST = 5  # prompts of a block
 _REST_S = 0.5

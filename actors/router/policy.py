@@ -17,10 +17,17 @@ MinConfidence = float | Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Topic of a request, by which it is recorded, and the expert that drafts for it."""
+    """Topic of a request, by which it is recorded, and the expert that drafts for it.
+
+    Attributes:
+        topic: name.
+        draft: the expert's name.
+        recorded: False for a prompt that nothing has read, whose topic could be any.
+    """
 
     topic: str
     draft: str
+    recorded: bool = True
 
 
 def choose_topic(

@@ -65,6 +65,7 @@ from paceline.deploy.api.routing import (
     ExpertList,
     RouterHandle,
     RouteSelector,
+    RoutingLoad,
     RoutingTable,
     load_router,
 )
@@ -196,6 +197,7 @@ class Ingress:
             default_sampling_params(settings.model_path) if settings.generation_config else {}
         )
         self._limiter = ConcurrencyLimiter(settings.max_in_flight, settings.max_seqs_per_client)
+        self._routing_load = RoutingLoad(lambda: self._limiter.running, time.monotonic)
         workers = BodyWorkers(self._limiter)
         self._parser = RequestParser(
             settings.model_name,
@@ -226,7 +228,9 @@ class Ingress:
             enabled=settings.operations,
             keyed=keyed,
         )
-        self._recent_traffic = RecentTraffic(uuid.uuid4().hex, time.time)
+        self._recent_traffic = RecentTraffic(
+            uuid.uuid4().hex, time.time, observe=self._routing_load.observe
+        )
 
     def api(self) -> FastAPI:
         """The application: the routes of this instance."""
@@ -475,7 +479,7 @@ class Ingress:
         """The request within what its API key shares with others."""
         salt = key.id if self._settings.key_cache and key is not None else ""
         has_expert = not self._settings.key_scope or bool(key_of(request.topic))
-        recorded = self._settings.records and has_expert
+        recorded = request.recorded and self._settings.records and has_expert
         return replace(request, cache_salt=salt, recorded=recorded)
 
     def _experts_for(self, key: ApiKey | None) -> Collection[str]:
@@ -503,7 +507,8 @@ class Ingress:
         if expert is not None:
             return [Route(expert, expert)] * len(texts)
         # The router takes one text at a time: together, some would wait beyond their limit.
-        return [await self._route_selector.select(text, key) for text in texts]
+        select, load = self._route_selector.select, self._routing_load
+        return [await select(None if load.spares() else text, key) for text in texts]
 
     def _response_context(self, parsed: ParsedRequest, topics: list[str]) -> ResponseContext:
         usage = parsed.options.stream_options or StreamOptions()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
+from paceline.actors.engine.request import GenerationChunk
 from paceline.actors.handles import remote_method
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.key_scope import key_route
@@ -245,6 +246,55 @@ class RouterCircuitBreaker:
         self._half_open = False
 
 
+_FEW = 3  # sequences in flight
+_ROUTED_EVERY_S = 1.0  # a busy replica hands over one record in as long
+_DRAFTED_SHARE = 1 / 16  # of the rounds; drafts that are only probed take part in fewer
+_LATEST_TOKENS = 1024
+
+
+class RoutingLoad:
+    """Chooses the prompts that a busy server does not route; pure but for its clock.
+
+    Routing takes several milliseconds of a core, which decoding needs. It pays if the topic's own
+    draft is used, or for the record. While more than a few sequences run, and drafts of models
+    rest at that load because they would cost more than they gain, one prompt a second is routed
+    and recorded.
+    """
+
+    def __init__(self, running: Callable[[], int], clock: Callable[[], float]) -> None:
+        """Route all prompts until enough is known of the drafts.
+
+        Args:
+            running: number of sequences in flight, that of the present prompt included.
+            clock: monotonic seconds.
+        """
+        self._running = running
+        self._clock = clock
+        self._routed_at = -math.inf
+        self._tokens = self._rounds = 0  # of the latest answers; rounds with drafts of models
+
+    def observe(self, chunk: GenerationChunk) -> None:
+        """Take a chunk of a request that may use drafts."""
+        if self._running() <= _FEW:
+            return
+        self._tokens += len(chunk.token_ids)
+        self._rounds += len(chunk.rounds)
+        if self._tokens > _LATEST_TOKENS:  # what is older counts for less and less
+            self._tokens, self._rounds = self._tokens // 2, self._rounds // 2
+
+    def spares(self) -> bool:
+        """Whether the next prompt is not routed."""
+        known = self._tokens >= _LATEST_TOKENS // 2
+        drafts_rest = known and self._rounds < _DRAFTED_SHARE * self._tokens
+        if self._running() <= _FEW or not drafts_rest:
+            return False
+        now = self._clock()
+        if now - self._routed_at < _ROUTED_EVERY_S:
+            return True
+        self._routed_at = now
+        return False
+
+
 class RouteSelector:
     """Selects routes with the router, behind a timeout and a circuit breaker.
 
@@ -260,7 +310,7 @@ class RouteSelector:
 
     Attributes:
         calls: of the router by outcome: ``answered``, ``late``, ``failed``, or ``skipped`` while
-            the circuit is open.
+            the circuit is open, and ``spared`` by RoutingLoad.
         latencies: seconds of the latest answered calls; readers remove them.
     """
 
@@ -293,19 +343,24 @@ class RouteSelector:
         """Selected routes by topic and expert."""
         counts: dict[str, dict[str, int]] = {}
         for selected, count in list(self._counts.items()):
-            counts.setdefault(selected.topic, {})[selected.draft] = count
+            drafts = counts.setdefault(selected.topic, {})
+            drafts[selected.draft] = drafts.get(selected.draft, 0) + count
         return counts
 
-    async def select(self, text: str, key: str = "") -> Route:
+    async def select(self, text: str | None, key: str = "") -> Route:
         """Topic and expert of a prompt, ``general`` in doubt.
 
         Args:
-            text: of the prompt.
+            text: of the prompt; None if the router is not to read it, and so not recorded.
             key: whose topics and experts they are to be; empty for those of no key.
         """
-        probabilities = await self._classify(text)
+        is_spared = text is None and self._router is not None
+        if is_spared:
+            self.calls["spared"] += 1
+        probabilities = {} if text is None else await self._classify(text)
         known = (probabilities, self._experts, self._min_confidence, self._weights())
         selected = key_route(key, *known) if key else route(*known)
+        selected = replace(selected, recorded=not is_spared)
         self._counts[selected] += 1
         return selected
 

@@ -77,6 +77,7 @@ class RecentTraffic:
         clock: unix seconds.
         bucket_s: length of a bucket.
         keep_s: age at which buckets are dropped.
+        observe: takes the chunks of requests that may use drafts.
     """
 
     def __init__(
@@ -85,18 +86,22 @@ class RecentTraffic:
         clock: Callable[[], float],
         bucket_s: float = 5.0,
         keep_s: float = 900.0,
+        observe: Callable[[GenerationChunk], object] = lambda _chunk: None,
     ) -> None:
         self._replica = replica
         self._clock = clock
         self._bucket_s = bucket_s
         self._keep_s = keep_s
         self._buckets: OrderedDict[int, dict[tuple[str, str], _Counts]] = OrderedDict()
+        self._observe = observe
 
     def record(self, request: GenerationRequest, chunk: GenerationChunk) -> None:
         """Count a chunk; a request's last one has its speculation statistics."""
         draft = DRAFT_OFF if request.num_speculative_tokens == 0 else request.draft
         counts = self._current_bucket().setdefault((request.topic, draft), [0] * 5)
         counts[1] += len(chunk.token_ids) + chunk.num_cut_tokens
+        if draft != DRAFT_OFF:
+            self._observe(chunk)
         stats = chunk.speculative
         if stats is not None:
             counts[0] += 1

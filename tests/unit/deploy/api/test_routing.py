@@ -13,7 +13,7 @@ import pytest
 from local_ingress import Handle, nothing_learns
 from tiny_models import save_tiny, tiny_tokenizer
 
-from paceline.actors.engine.request import GenerationRequest, SamplingParams
+from paceline.actors.engine.request import GenerationChunk, GenerationRequest, SamplingParams
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.target import TargetReplica
 from paceline.actors.replay import held_records
@@ -22,7 +22,7 @@ from paceline.actors.router.policy import Route
 from paceline.actors.training.scorer import ScorerTable
 from paceline.actors.weights.slots import slot_for
 from paceline.deploy.api.ingress import Ingress, IngressSettings
-from paceline.deploy.api.routing import RouteSelector, RoutingTable, canary_route
+from paceline.deploy.api.routing import RouteSelector, RoutingLoad, RoutingTable, canary_route
 from paceline.deploy.config.config import load_config
 from paceline.deploy.config.learning_settings import evaluates_experts
 from paceline.deploy.learning import load_evaluator
@@ -48,6 +48,10 @@ def remote(**calls: Callable[..., Any]) -> Any:
 
 async def sure(_text: str) -> dict[str, float]:
     return {"sql": 0.95, "general": 0.05}
+
+
+async def unsure(_text: str) -> dict[str, float]:
+    return {"sql": 0.05, "general": 0.95}
 
 
 def answers(*said: Any) -> Callable[[], Awaitable[Any]]:
@@ -125,6 +129,96 @@ def test_routes_are_counted_by_topic_and_expert() -> None:
     for _ in range(2):
         assert asyncio.run(selector.select("SELECT")) == Route("sql", "general")
     assert selector.counts() == {"sql": {"sql": 1, "general": 2}}
+
+
+def observe(load: RoutingLoad, tokens: int, share: float) -> None:
+    """Chunks of a token, so many of a hundred from rounds with drafts."""
+    drafted = round(100 * share)
+    for token in range(tokens):
+        load.observe(GenerationChunk("a", (7,), rounds=((1, 0),) * (token % 100 < drafted)))
+
+
+def routed(load: RoutingLoad, now: list[float]) -> int:
+    """How many of sixty prompts within six seconds are routed."""
+    count = 0
+    for _ in range(60):
+        count += not load.spares()
+        now[0] += 0.1
+    return count
+
+
+@pytest.mark.parametrize(
+    ("running", "share", "expected"),
+    [
+        (64, 0.0, 6),
+        (4, 0.0, 6),
+        (4, 0.02, 6),
+        (4, 0.1, 60),
+        (4, 0.6, 60),
+        (4, 1.0, 60),
+        (3, 0.0, 60),
+        (1, 0.0, 60),
+    ],
+)
+def test_one_prompt_a_second_is_routed_where_many_run_and_drafts_rest(
+    running: int, share: float, expected: int
+) -> None:
+    now, sequences = [1e6], [4]
+    load = RoutingLoad(lambda: sequences[0], lambda: now[0])
+    observe(load, 300, share)
+    assert routed(load, now) == 60  # too little is known
+    observe(load, 5000, share)
+    sequences[0] = running
+    assert routed(load, now) == expected
+
+
+def test_drafts_that_begin_or_end_to_pay_at_a_load_are_noticed_within_some_answers() -> None:
+    now, sequences = [0.0], [8]
+    load = RoutingLoad(lambda: sequences[0], lambda: now[0])
+    observe(load, 5000, 0.0)
+    assert routed(load, now) == 6
+    sequences[0] = 3
+    observe(load, 5000, 1.0)  # says nothing about more
+    sequences[0] = 8
+    assert routed(load, now) == 6
+    observe(load, 300, 0.6)
+    assert routed(load, now) == 60
+    observe(load, 5000, 0.6)
+    observe(load, 1000, 0.0)
+    assert routed(load, now) == 60
+    observe(load, 4000, 0.0)
+    assert routed(load, now) == 6
+
+
+@pytest.mark.parametrize("key", ["", "acme"])
+def test_a_prompt_that_is_spared_asks_nobody_and_is_nobody_s_record(key: str) -> None:
+    asked = []
+
+    async def classify(text: str) -> dict[str, float]:
+        asked.append(text)
+        return await sure(text)
+
+    experts = (*EXPERTS, "acme.general", "acme.sql")
+    selector = RouteSelector(remote(classify=classify), experts, 1.0, 0.5, lambda: 0.0)
+    general, sql = (f"{key}.{topic}" if key else topic for topic in EXPERTS)
+    assert asyncio.run(selector.select(None, key)) == Route(general, general, recorded=False)
+    assert asyncio.run(selector.select("SELECT", key)) == Route(sql, sql)
+    assert asked == ["SELECT"]
+    assert dict(selector.calls) == {"answered": 1, "spared": 1}
+
+
+def test_without_a_router_there_is_nothing_to_spare() -> None:
+    selector = RouteSelector(None, EXPERTS, 1.0, 0.5, lambda: 0.0)
+    both = [asyncio.run(selector.select(text)) for text in ("SELECT", None)]
+    assert both == [Route("general", "general")] * 2
+    assert not selector.calls
+
+
+def test_of_a_topic_s_requests_those_without_a_record_count_too() -> None:
+    selector = RouteSelector(remote(classify=unsure), EXPERTS, 1.0, 0.5, lambda: 0.0)
+    for text in ("SELECT", None, None):
+        asyncio.run(selector.select(text))
+    assert selector.counts() == {"general": {"general": 3}}
 
 
 @pytest.mark.parametrize(
@@ -254,6 +348,37 @@ def test_replay_is_kept_by_topic_whoever_drafts(
     assert kept.shards["general"] == []
     assert [r.request_id for r in kept.offered] == [r.request_id for r in kept.shards["sql"]]
     assert target._loop.stats().draft_failures == 0
+
+
+def test_a_busy_server_whose_drafts_rest_routes_and_records_one_prompt_a_second(
+    models: dict[str, Path], kept: Kept, target: TargetReplica
+) -> None:
+    settings = IngressSettings("m", str(models["target"]), None, EXPERTS, 1.0, 0.5, 64)
+    ingress = Ingress(settings, Handle(target), remote(classify=sure), nothing_learns())
+    ingress._routing_load._clock = lambda: 0.0  # within one second
+    api = ingress.api()
+    body = {"model": "m", "max_tokens": 4, "ignore_eos": True}
+
+    async def ask() -> list[Any]:
+        door = httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://here")
+        async with door as http:
+
+            async def post(prompts: int) -> Any:
+                asked = body | {"prompt": ["SELECT"] * prompts}
+                answer = (await http.post("/v1/completions", json=asked)).json()
+                assert [c["finish_reason"] for c in answer["choices"]] == ["length"] * prompts
+                return (await http.get("/v1/paceline/status")).json()["routed"]
+
+            found = [await post(6)]
+            ingress._routing_load._tokens = 1000  # of answers without drafts
+            return [*found, await post(6), await post(1)]
+
+    found = asyncio.run(ask())
+    assert found[0] == {"sql": {"sql": 6}}
+    assert found[1] == {"sql": {"sql": 7}, "general": {"general": 5}}
+    assert found[2] == {"sql": {"sql": 8}, "general": {"general": 5}}
+    asyncio.run(until(lambda: len(kept.shards["sql"]) == 8))
+    assert kept.shards["general"] == []
 
 
 def test_of_a_flood_some_are_kept_and_all_are_answered(

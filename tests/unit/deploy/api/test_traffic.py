@@ -76,6 +76,17 @@ def test_a_row_has_the_figures_of_the_requests_that_ended() -> None:
     assert (view["replica"], view["now"], view["bucket_s"]) == ("me", 1003.0, 5.0)
 
 
+def test_chunks_of_requests_that_may_use_drafts_are_passed_on() -> None:
+    seen: list[GenerationChunk] = []
+    recent = RecentTraffic("me", lambda: 1000.0, observe=seen.append)
+    other = GenerationChunk("a", (7,))
+    recent.record(asked(draft="off"), other)
+    recent.record(asked(k=0), other)
+    recent.record(asked(), LAST)
+    recent.record(asked(k=2), LAST)
+    assert seen == [LAST, LAST]
+
+
 def test_since_leaves_out_what_has_ended_by_then() -> None:
     now = 1000.0
     recent = RecentTraffic("me", lambda: now)
