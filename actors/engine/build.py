@@ -404,7 +404,11 @@ def build_engine(
     if pool is not None and _has_eagles(settings):
         pool.keep_hidden(runner.kv)
     suffixes = suffix_arm(settings)
-    policy = build_policy(settings, runner, stacks, pool, others, suffixes=suffixes is not None)
+    policy = build_policy(
+        *(settings, runner, stacks, pool, others),
+        suffixes=suffixes is not None,
+        num_models=proposer.num_models,
+    )
     engine = Engine(
         runner=runner,
         draft_runner=DraftRunner(proposer, policy, device, time.perf_counter, suffixes),

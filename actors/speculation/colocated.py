@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -73,6 +73,10 @@ class DraftStack(Protocol):
 
     def version(self, draft: str) -> int:
         """The weight_version that a draft proposes with."""
+        ...
+
+    def model(self, draft: str) -> int:
+        """The model that computes a draft."""
         ...
 
     def num_uncomputed(self, request_id: str, length: int) -> int:
@@ -190,6 +194,12 @@ class ColocatedProposer:
     def version(self, draft: str) -> int:
         """The weight_version that a draft proposes with."""
         return self._stacks[draft].version(draft)
+
+    def num_models(self, drafts: Collection[str]) -> int:
+        """See Proposer."""
+        return len(
+            {(id(self._stacks[draft]), self._stacks[draft].model(draft)) for draft in drafts}
+        )
 
     def drafts(self) -> dict[str, int]:
         """Every draft with its weight_version, without empty candidates' slots."""

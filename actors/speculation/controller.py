@@ -202,7 +202,7 @@ class SpeculationController:
             if fixed and self._undrafted % _OBSERVE_EVERY:  # observing takes its time, too
                 return self._policy.plain_decode_seconds(len(batch), len(batch))
             timed_steps = 0 if self._proposer.timed_out else max(by_model)
-            sizes = (len(active), len(set(active)), timed_steps)
+            sizes = (len(active), self._proposer.num_models(set(active)), timed_steps)
             verify_s, column = round_s - drafting_s, self._policy.column(drafted)
             self._policy.observe_round(len(batch), column, verify_s, sizes, drafting_s, prefilled)
             return self._policy.plain_decode_seconds(len(batch), len(batch) + sum(accepted))

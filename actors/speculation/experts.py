@@ -149,8 +149,14 @@ class ExpertStack:
         """The weight_version that a draft proposes with: without a candidate the stable one."""
         return self.versions[draft if draft in self.versions else expert_of(draft)]
 
-    def _model(self, draft: str) -> int:
-        return self._index[draft if draft in self.versions else expert_of(draft)]
+    def model(self, draft: str) -> int:
+        """The model that computes a draft: until it has learnt that of its initial weights.
+
+        Experts that begin alike are computed as one until then, which reads their weights once.
+        """
+        slot = draft if draft in self.versions else expert_of(draft)
+        first = slot + INITIAL_SUFFIX
+        return self._index[first if self.versions[slot] == 0 and first in self._index else slot]
 
     def _recompute(self, draft: str) -> None:
         """Invalidate what was computed with a slot's weights, also by drafts of empty slots."""
@@ -238,7 +244,7 @@ class ExpertStack:
             [self._table.row(row.request_id) for row, _, _ in part],
             [row.tokens[start:end] for row, start, end in part],
             [start for _, start, _ in part],
-            [self._model(row.draft) for row, _, _ in part],
+            [self.model(row.draft) for row, _, _ in part],
         )
 
     def _keeps_drafted(self) -> bool:
@@ -276,7 +282,7 @@ class ExpertStack:
 
     def _batch_layout(self, rows: Sequence[DraftRow]) -> ExpertLayout:
         """The layout of a batch, cached while the batch stays the same."""
-        experts = [self._model(row.draft) for row in rows]
+        experts = [self.model(row.draft) for row in rows]
         if self._expert_layout is None or self._expert_layout[0] != experts:
             self._expert_layout = experts, ExpertLayout(experts, self.runner.device)
         return self._expert_layout[1]

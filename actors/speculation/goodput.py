@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
@@ -206,7 +206,13 @@ class GoodputPolicy:
     """
 
     def __init__(
-        self, target: StepCosts, draft: DraftCosts, max_tokens: int, *, ragged: bool = False
+        self,
+        target: StepCosts,
+        draft: DraftCosts,
+        max_tokens: int,
+        *,
+        ragged: bool = False,
+        num_models: Callable[[Collection[str]], int] = len,
     ) -> None:
         """Start without measured acceptance: the prior makes every group worth a try.
 
@@ -215,8 +221,10 @@ class GoodputPolicy:
             draft: seconds of drafting, by rows, experts and steps, at the target's pace 1.
             max_tokens: largest k.
             ragged: whether verification computes a row's own tokens alone.
+            num_models: of different drafts, see Proposer.
         """
         self.ragged = ragged
+        self._num_models = num_models
         self._target = target
         self._draft = draft
         self._positions = self._max_tokens = max_tokens
@@ -455,7 +463,8 @@ class GoodputPolicy:
 
         ``tokens`` are those of :meth:`round_seconds`.
         """
-        own, experts = sum(drafting.values()), len({group.draft for group in drafting})
+        own = sum(drafting.values())
+        experts = self._num_models({group.draft for group in drafting})
         lengths = [(self._estimate(group).drafts_at_least(), n) for group, n in drafting.items()]
         shorter = seconds = 0.0
         for longest in range(1, k + 1):

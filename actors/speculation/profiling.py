@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -113,10 +113,12 @@ def build_policy(
     others: Sequence[ProfiledStack] = (),
     *,
     suffixes: bool = False,
+    num_models: Callable[[Collection[str]], int] = len,
 ) -> GoodputPolicy | None:
     """Profile costs and build the goodput policy; None if k is fixed or there are no drafts.
 
     With ``suffixes`` it weighs suffix drafts too, which cost no more than their verification.
+    ``num_models`` is the proposer's.
 
     All drafts are assumed to cost as much as those of the first architecture; ``others`` are
     profiled only if there is nothing else. Costs of a pool's drafts include the round trip.
@@ -149,7 +151,9 @@ def build_policy(
         costs = DraftCosts(profile_draft(draft, start, rows, experts), _profile_prefill(draft))
         for row in range(settings.max_num_seqs):
             draft.kv.free(row)
-    return GoodputPolicy(StepCosts(target_costs), costs, most, ragged=runner.is_ragged)
+    return GoodputPolicy(
+        StepCosts(target_costs), costs, most, ragged=runner.is_ragged, num_models=num_models
+    )
 
 
 def _profile_prefill(draft: ModelRunner) -> PrefillCosts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,6 +102,10 @@ class Proposer(Protocol):
 
     def version(self, draft: str) -> int:
         """The weight_version that a draft would propose with now."""
+        ...
+
+    def num_models(self, drafts: Collection[str]) -> int:
+        """How many models compute these different drafts: fewer if some have the same weights."""
         ...
 
     def drafts(self) -> dict[str, int]:

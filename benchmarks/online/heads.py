@@ -243,6 +243,10 @@ class HeadStack:
         """The weight_version that the heads propose with."""
         return self.versions[draft]
 
+    def model(self, draft: str) -> int:  # noqa: ARG002 - the protocol's
+        """Return 0: all names are of the same heads."""
+        return 0
+
     def remove_candidate(self, slot: str) -> None:
         """Do nothing: heads have no candidates."""
 

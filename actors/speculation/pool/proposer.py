@@ -6,7 +6,7 @@ import itertools
 import logging
 import selectors
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,6 +137,10 @@ class PoolProposer:
         expert = expert_of(draft)
         versions = self._clients[expert].weight_versions
         return versions.get(draft if draft in versions else expert, 0)
+
+    def num_models(self, drafts: Collection[str]) -> int:
+        """One per draft."""
+        return len(drafts)
 
     def add_expert(self, expert: str, like: str) -> Iterator[None]:  # noqa: ARG002
         """See Proposer; an expert of the pool loads its own weights."""

@@ -123,12 +123,15 @@ def test_beside_others_it_fails_alone(
 ) -> None:
     """The same batches with a sound third request and with one that breaks: the same bits."""
     answers = []
-    for prompt in ((1, *[POISON + 1] * 46), BROKEN):
+    broken = BROKEN
+    if dtype is torch.float16:  # bits vary with the batch, and one that shares a prefix changes it
+        broken = (1, *[POISON + 1] * 16, *[POISON] * 30)
+    for prompt in ((1, *[POISON + 1] * 46), broken):
         serving = engine(make(dtype), kv_positions=kv_positions)
         third = request("third", prompt, draft="a", max_tokens=1)
         answers.append(outputs := run(serving, [third, *others("x")], draft_failures=True))
         assert outputs["third"][-1].chunk.finish_reason == (
-            FINISH_NOT_FINITE if prompt is BROKEN else "length"
+            FINISH_NOT_FINITE if prompt is broken else "length"
         )
         assert memory_is_finite(serving)
     assert said(answers[0], "x") == said(answers[1], "x")

@@ -250,3 +250,40 @@ def test_running_out_of_memory_at_any_allocation_changes_nothing(
     engine.updates.put(SwapWeights("c", 2, state(kind, 1)))
     assert accepted_all(run(engine, [asked(4, "c", max_tokens=24, ignore_eos=True)])["r4"])
     assert engine.draft_failures == 0
+
+
+@pytest.mark.parametrize("kind", ["tied", "modules"])
+def test_experts_are_computed_as_one_until_they_have_learnt(kind: str) -> None:
+    engine = engine_with(kind)
+    engine.updates.put(AddExpert("c", "a"))
+    run(engine)
+    proposer: Any = engine.draft_runner._proposer
+    stack = proposer._stacks["a"]
+
+    def models() -> tuple[int, int]:
+        """Of requests of all three: as they are counted, and as they were computed."""
+        asked_all = [asked(i, "abc"[i % 3], max_tokens=24, ignore_eos=True) for i in range(6)]
+        computed = []
+        layout = stack._batch_layout
+
+        def seen(rows: Any) -> Any:
+            own = layout(rows)
+            if len(rows) == 6:
+                computed.append(len(own.experts))
+            return own
+
+        stack._batch_layout = seen
+        outputs = run(engine, asked_all)
+        stack._batch_layout = layout
+        for i in range(6):
+            assert tokens_of(outputs[f"r{i}"]) == plain(kind, i, max_tokens=24, ignore_eos=True)
+        assert len(set(computed)) == 1
+        return proposer.num_models(set("abc")), computed[0]
+
+    assert models() == (2, 2)  # b began with other weights
+    engine.updates.put(SwapWeights("c", 1, state(kind, 1)))
+    assert models() == (3, 3)
+    assert accepted_all(run(engine, [asked(9, "c", max_tokens=24, ignore_eos=True)])["r9"])
+    engine.updates.put(SwapWeights("c", 0, state(kind, 2)))  # rolled back
+    assert models() == (2, 2)
+    assert proposer.num_models({"c", "a@0"}) == 1
