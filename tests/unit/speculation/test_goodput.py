@@ -446,6 +446,10 @@ def test_an_expert_with_both_groups_counts_as_one_expert() -> None:
     assert set(read) == {1}
     policy.choose({A: 2, B: 2})
     assert set(read) == {1, 2}
+    alike = GoodputPolicy(costs(target_s, (1, 2, 5, 9)), Told(table), MAX, num_models=lambda _: 1)
+    read.clear()
+    alike.choose({A: 2, B: 2})  # of the same weights
+    assert set(read) == {1}
 
 
 def test_a_costly_probe_comes_more_rarely_but_it_comes() -> None:
