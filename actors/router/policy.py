@@ -22,7 +22,7 @@ class Route:
     Attributes:
         topic: name.
         draft: the expert's name.
-        recorded: False for a prompt that nothing has read, whose topic could be any.
+        recorded: False for a prompt that was not classified.
     """
 
     topic: str

@@ -65,7 +65,7 @@ from paceline.deploy.api.routing import (
     ExpertList,
     RouterHandle,
     RouteSelector,
-    RoutingLoad,
+    RoutingRateLimiter,
     RoutingTable,
     load_router,
 )
@@ -197,7 +197,7 @@ class Ingress:
             default_sampling_params(settings.model_path) if settings.generation_config else {}
         )
         self._limiter = ConcurrencyLimiter(settings.max_in_flight, settings.max_seqs_per_client)
-        self._routing_load = RoutingLoad(lambda: self._limiter.running, time.monotonic)
+        self._routing_limiter = RoutingRateLimiter(lambda: self._limiter.running, time.monotonic)
         workers = BodyWorkers(self._limiter)
         self._parser = RequestParser(
             settings.model_name,
@@ -229,7 +229,7 @@ class Ingress:
             keyed=keyed,
         )
         self._recent_traffic = RecentTraffic(
-            uuid.uuid4().hex, time.time, observe=self._routing_load.observe
+            uuid.uuid4().hex, time.time, observe=self._routing_limiter.observe
         )
 
     def api(self) -> FastAPI:
@@ -507,8 +507,8 @@ class Ingress:
         if expert is not None:
             return [Route(expert, expert)] * len(texts)
         # The router takes one text at a time: together, some would wait beyond their limit.
-        select, load = self._route_selector.select, self._routing_load
-        return [await select(None if load.spares() else text, key) for text in texts]
+        select, limiter = self._route_selector.select, self._routing_limiter
+        return [await select(text if limiter.allow(key) else None, key) for text in texts]
 
     def _response_context(self, parsed: ParsedRequest, topics: list[str]) -> ResponseContext:
         usage = parsed.options.stream_options or StreamOptions()

@@ -252,17 +252,17 @@ _DRAFTED_SHARE = 1 / 16  # of the rounds; drafts that are only probed take part 
 _LATEST_TOKENS = 1024
 
 
-class RoutingLoad:
-    """Chooses the prompts that a busy server does not route; pure but for its clock.
+class RoutingRateLimiter:
+    """Limits routing to one prompt a second and key under load at which drafts are off.
 
     Routing takes several milliseconds of a core, which decoding needs. It pays if the topic's own
-    draft is used, or for the record. While more than a few sequences run, and drafts of models
-    rest at that load because they would cost more than they gain, one prompt a second is routed
-    and recorded.
+    draft is used, or for the record. With more than a few sequences in flight, and next to no
+    drafts of models among them because they would cost more than they gain, other prompts are
+    neither routed nor recorded. Pure but for its clock.
     """
 
     def __init__(self, running: Callable[[], int], clock: Callable[[], float]) -> None:
-        """Route all prompts until enough is known of the drafts.
+        """Allow all prompts until enough is known of the drafts.
 
         Args:
             running: number of sequences in flight, that of the present prompt included.
@@ -270,11 +270,11 @@ class RoutingLoad:
         """
         self._running = running
         self._clock = clock
-        self._routed_at = -math.inf
+        self._routed_at: dict[str, float] = {}
         self._tokens = self._rounds = 0  # of the latest answers; rounds with drafts of models
 
     def observe(self, chunk: GenerationChunk) -> None:
-        """Take a chunk of a request that may use drafts."""
+        """Count a chunk of a request that may use drafts."""
         if self._running() <= _FEW:
             return
         self._tokens += len(chunk.token_ids)
@@ -282,17 +282,21 @@ class RoutingLoad:
         if self._tokens > _LATEST_TOKENS:  # what is older counts for less and less
             self._tokens, self._rounds = self._tokens // 2, self._rounds // 2
 
-    def spares(self) -> bool:
-        """Whether the next prompt is not routed."""
+    def allow(self, key: str = "") -> bool:
+        """Whether to route the next prompt.
+
+        Args:
+            key: see RouteSelector.select.
+        """
         known = self._tokens >= _LATEST_TOKENS // 2
-        drafts_rest = known and self._rounds < _DRAFTED_SHARE * self._tokens
-        if self._running() <= _FEW or not drafts_rest:
-            return False
-        now = self._clock()
-        if now - self._routed_at < _ROUTED_EVERY_S:
+        drafts_are_off = known and self._rounds < _DRAFTED_SHARE * self._tokens
+        if self._running() <= _FEW or not drafts_are_off:
             return True
-        self._routed_at = now
-        return False
+        now = self._clock()
+        if now - self._routed_at.get(key, -math.inf) < _ROUTED_EVERY_S:
+            return False
+        self._routed_at[key] = now
+        return True
 
 
 class RouteSelector:
@@ -310,7 +314,7 @@ class RouteSelector:
 
     Attributes:
         calls: of the router by outcome: ``answered``, ``late``, ``failed``, or ``skipped`` while
-            the circuit is open, and ``spared`` by RoutingLoad.
+            the circuit is open, and ``limited`` by RoutingRateLimiter.
         latencies: seconds of the latest answered calls; readers remove them.
     """
 
@@ -351,16 +355,16 @@ class RouteSelector:
         """Topic and expert of a prompt, ``general`` in doubt.
 
         Args:
-            text: of the prompt; None if the router is not to read it, and so not recorded.
+            text: of the prompt; None for one that is neither routed nor recorded.
             key: whose topics and experts they are to be; empty for those of no key.
         """
-        is_spared = text is None and self._router is not None
-        if is_spared:
-            self.calls["spared"] += 1
+        is_limited = text is None and self._router is not None
+        if is_limited:
+            self.calls["limited"] += 1
         probabilities = {} if text is None else await self._classify(text)
         known = (probabilities, self._experts, self._min_confidence, self._weights())
         selected = key_route(key, *known) if key else route(*known)
-        selected = replace(selected, recorded=not is_spared)
+        selected = replace(selected, recorded=not is_limited)
         self._counts[selected] += 1
         return selected
 

@@ -34,7 +34,7 @@ UPDATES = (
     "restored",
     "added",
 )
-ROUTER_OUTCOMES = ("answered", "late", "failed", "skipped", "spared")
+ROUTER_OUTCOMES = ("answered", "late", "failed", "skipped", "limited")
 FAILOVERS = ("gone", "broken", "faults", "resumed", "given_up")
 TRAINER_STATES = {
     "starting": "starting",

@@ -22,7 +22,12 @@ from paceline.actors.router.policy import Route
 from paceline.actors.training.scorer import ScorerTable
 from paceline.actors.weights.slots import slot_for
 from paceline.deploy.api.ingress import Ingress, IngressSettings
-from paceline.deploy.api.routing import RouteSelector, RoutingLoad, RoutingTable, canary_route
+from paceline.deploy.api.routing import (
+    RouteSelector,
+    RoutingRateLimiter,
+    RoutingTable,
+    canary_route,
+)
 from paceline.deploy.config.config import load_config
 from paceline.deploy.config.learning_settings import evaluates_experts
 from paceline.deploy.learning import load_evaluator
@@ -131,18 +136,18 @@ def test_routes_are_counted_by_topic_and_expert() -> None:
     assert selector.counts() == {"sql": {"sql": 1, "general": 2}}
 
 
-def observe(load: RoutingLoad, tokens: int, share: float) -> None:
+def observe(limiter: RoutingRateLimiter, tokens: int, share: float) -> None:
     """Chunks of a token, so many of a hundred from rounds with drafts."""
     drafted = round(100 * share)
     for token in range(tokens):
-        load.observe(GenerationChunk("a", (7,), rounds=((1, 0),) * (token % 100 < drafted)))
+        limiter.observe(GenerationChunk("a", (7,), rounds=((1, 0),) * (token % 100 < drafted)))
 
 
-def routed(load: RoutingLoad, now: list[float]) -> int:
+def routed(limiter: RoutingRateLimiter, now: list[float]) -> int:
     """How many of sixty prompts within six seconds are routed."""
     count = 0
     for _ in range(60):
-        count += not load.spares()
+        count += limiter.allow()
         now[0] += 0.1
     return count
 
@@ -160,38 +165,48 @@ def routed(load: RoutingLoad, now: list[float]) -> int:
         (1, 0.0, 60),
     ],
 )
-def test_one_prompt_a_second_is_routed_where_many_run_and_drafts_rest(
+def test_one_prompt_a_second_is_routed_if_many_run_and_drafts_are_off(
     running: int, share: float, expected: int
 ) -> None:
     now, sequences = [1e6], [4]
-    load = RoutingLoad(lambda: sequences[0], lambda: now[0])
-    observe(load, 300, share)
-    assert routed(load, now) == 60  # too little is known
-    observe(load, 5000, share)
+    limiter = RoutingRateLimiter(lambda: sequences[0], lambda: now[0])
+    observe(limiter, 300, share)
+    assert routed(limiter, now) == 60  # too little is known
+    observe(limiter, 5000, share)
     sequences[0] = running
-    assert routed(load, now) == expected
+    assert routed(limiter, now) == expected
+
+
+def test_keys_have_limits_of_their_own() -> None:
+    """The traffic of one must not keep the experts of another from learning."""
+    now = [0.0]
+    limiter = RoutingRateLimiter(lambda: 8, lambda: now[0])
+    observe(limiter, 5000, 0.0)
+    assert [limiter.allow(key) for key in ("a", "a", "b", "b", "")] == [True, False] * 2 + [True]
+    now[0] = 1.0
+    assert [limiter.allow(key) for key in "ba"] == [True, True]
 
 
 def test_drafts_that_begin_or_end_to_pay_at_a_load_are_noticed_within_some_answers() -> None:
     now, sequences = [0.0], [8]
-    load = RoutingLoad(lambda: sequences[0], lambda: now[0])
-    observe(load, 5000, 0.0)
-    assert routed(load, now) == 6
+    limiter = RoutingRateLimiter(lambda: sequences[0], lambda: now[0])
+    observe(limiter, 5000, 0.0)
+    assert routed(limiter, now) == 6
     sequences[0] = 3
-    observe(load, 5000, 1.0)  # says nothing about more
+    observe(limiter, 5000, 1.0)  # says nothing about more
     sequences[0] = 8
-    assert routed(load, now) == 6
-    observe(load, 300, 0.6)
-    assert routed(load, now) == 60
-    observe(load, 5000, 0.6)
-    observe(load, 1000, 0.0)
-    assert routed(load, now) == 60
-    observe(load, 4000, 0.0)
-    assert routed(load, now) == 6
+    assert routed(limiter, now) == 6
+    observe(limiter, 300, 0.6)
+    assert routed(limiter, now) == 60
+    observe(limiter, 5000, 0.6)
+    observe(limiter, 1000, 0.0)
+    assert routed(limiter, now) == 60
+    observe(limiter, 4000, 0.0)
+    assert routed(limiter, now) == 6
 
 
 @pytest.mark.parametrize("key", ["", "acme"])
-def test_a_prompt_that_is_spared_asks_nobody_and_is_nobody_s_record(key: str) -> None:
+def test_a_prompt_beyond_the_limit_is_neither_routed_nor_recorded(key: str) -> None:
     asked = []
 
     async def classify(text: str) -> dict[str, float]:
@@ -204,10 +219,10 @@ def test_a_prompt_that_is_spared_asks_nobody_and_is_nobody_s_record(key: str) ->
     assert asyncio.run(selector.select(None, key)) == Route(general, general, recorded=False)
     assert asyncio.run(selector.select("SELECT", key)) == Route(sql, sql)
     assert asked == ["SELECT"]
-    assert dict(selector.calls) == {"answered": 1, "spared": 1}
+    assert dict(selector.calls) == {"answered": 1, "limited": 1}
 
 
-def test_without_a_router_there_is_nothing_to_spare() -> None:
+def test_without_a_router_all_prompts_are_recorded() -> None:
     selector = RouteSelector(None, EXPERTS, 1.0, 0.5, lambda: 0.0)
     both = [asyncio.run(selector.select(text)) for text in ("SELECT", None)]
     assert both == [Route("general", "general")] * 2
@@ -350,12 +365,12 @@ def test_replay_is_kept_by_topic_whoever_drafts(
     assert target._loop.stats().draft_failures == 0
 
 
-def test_a_busy_server_whose_drafts_rest_routes_and_records_one_prompt_a_second(
+def test_a_busy_server_with_its_drafts_off_routes_and_records_one_prompt_a_second(
     models: dict[str, Path], kept: Kept, target: TargetReplica
 ) -> None:
     settings = IngressSettings("m", str(models["target"]), None, EXPERTS, 1.0, 0.5, 64)
     ingress = Ingress(settings, Handle(target), remote(classify=sure), nothing_learns())
-    ingress._routing_load._clock = lambda: 0.0  # within one second
+    ingress._routing_limiter._clock = lambda: 0.0  # within one second
     api = ingress.api()
     body = {"model": "m", "max_tokens": 4, "ignore_eos": True}
 
@@ -370,7 +385,7 @@ def test_a_busy_server_whose_drafts_rest_routes_and_records_one_prompt_a_second(
                 return (await http.get("/v1/paceline/status")).json()["routed"]
 
             found = [await post(6)]
-            ingress._routing_load._tokens = 1000  # of answers without drafts
+            ingress._routing_limiter._tokens = 1000  # of answers without drafts
             return [*found, await post(6), await post(1)]
 
     found = asyncio.run(ask())
