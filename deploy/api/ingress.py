@@ -508,7 +508,10 @@ class Ingress:
             return [Route(expert, expert)] * len(texts)
         # The router takes one text at a time: together, some would wait beyond their limit.
         select, limiter = self._route_selector.select, self._routing_limiter
-        return [await select(text if limiter.allow(key) else None, key) for text in texts]
+        return [
+            await select(text if limiter.allow(key, recorded=teaches) else None, key)
+            for text in texts
+        ]
 
     def _response_context(self, parsed: ParsedRequest, topics: list[str]) -> ResponseContext:
         usage = parsed.options.stream_options or StreamOptions()

@@ -282,18 +282,19 @@ class RoutingRateLimiter:
         if self._tokens > _LATEST_TOKENS:  # what is older counts for less and less
             self._tokens, self._rounds = self._tokens // 2, self._rounds // 2
 
-    def allow(self, key: str = "") -> bool:
+    def allow(self, key: str, *, recorded: bool) -> bool:
         """Whether to route the next prompt.
 
         Args:
             key: see RouteSelector.select.
+            recorded: whether it would be recorded; else it is of no use while drafts are off.
         """
         known = self._tokens >= _LATEST_TOKENS // 2
         drafts_are_off = known and self._rounds < _DRAFTED_SHARE * self._tokens
         if self._running() <= _FEW or not drafts_are_off:
             return True
         now = self._clock()
-        if now - self._routed_at.get(key, -math.inf) < _ROUTED_EVERY_S:
+        if not recorded or now - self._routed_at.get(key, -math.inf) < _ROUTED_EVERY_S:
             return False
         self._routed_at[key] = now
         return True

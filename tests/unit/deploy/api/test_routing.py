@@ -147,7 +147,7 @@ def routed(limiter: RoutingRateLimiter, now: list[float]) -> int:
     """How many of sixty prompts within six seconds are routed."""
     count = 0
     for _ in range(60):
-        count += limiter.allow()
+        count += limiter.allow("", recorded=True)
         now[0] += 0.1
     return count
 
@@ -182,9 +182,14 @@ def test_keys_have_limits_of_their_own() -> None:
     now = [0.0]
     limiter = RoutingRateLimiter(lambda: 8, lambda: now[0])
     observe(limiter, 5000, 0.0)
-    assert [limiter.allow(key) for key in ("a", "a", "b", "b", "")] == [True, False] * 2 + [True]
+    assert [limiter.allow(key, recorded=True) for key in ("a", "a", "b", "b", "")] == [
+        True,
+        False,
+    ] * 2 + [True]
     now[0] = 1.0
-    assert [limiter.allow(key) for key in "ba"] == [True, True]
+    # What leaves no record has no use of being routed, and takes no other prompt's turn.
+    assert not limiter.allow("a", recorded=False)
+    assert [limiter.allow(key, recorded=True) for key in "ba"] == [True, True]
 
 
 def test_drafts_that_begin_or_end_to_pay_at_a_load_are_noticed_within_some_answers() -> None:
