@@ -119,7 +119,7 @@ inline void add_weighted(const float* weights, const float* values, int64_t coun
 
 // Exponentiates scores in place; returns the sum to divide by.
 inline float softmax(float* scores, int64_t count) {
-  float largest = scores[0], total = 0.0f;
+  float largest = scores[0];
   Vector most = largest + Vector{};
   int64_t at = 0;
   for (; at + kLanes <= count; at += kLanes) {
@@ -128,10 +128,12 @@ inline float softmax(float* scores, int64_t count) {
   }
   for (int i = 0; i < kLanes; ++i) largest = std::max(largest, most[i]);
   for (; at < count; ++at) largest = std::max(largest, scores[at]);
-  for (int64_t s = 0; s < count; ++s) scores[s] = exponential(scores[s] - largest);
-#pragma omp simd reduction(+ : total)
-  for (int64_t s = 0; s < count; ++s) total += scores[s];
-  return total;
+  Vector total = {};
+  each_vector(count, [&](int64_t s, auto lanes) {
+    store(exponential(load_floats(scores + s, lanes) - largest), lanes, scores + s);
+    total += load_floats(scores + s, lanes);
+  });
+  return sum_of(total);
 }
 
 template <class T>

@@ -9,24 +9,31 @@ namespace {
 template <class T>
 void add_norm(T* x, const T* delta, const T* weight, float eps, int64_t size, T* out) {
   if (delta != nullptr)
-    for (int64_t i = 0; i < size; ++i) x[i] = narrow<T>(widen(x[i]) + widen(delta[i]));
-  float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < size; ++i) sum += widen(x[i]) * widen(x[i]);
+    each_vector(size, [&](int64_t i, auto lanes) {
+      store(load_floats(x + i, lanes) + load_floats(delta + i, lanes), lanes, x + i);
+    });
+  Vector squares[2] = {};
+  each_vector(size, [&](int64_t i, auto lanes) {
+    const Vector own = load_floats(x + i, lanes);
+    squares[i / kLanes % 2] += own * own;
+  });
+  const float sum = sum_of(squares[0] + squares[1]);
   const float scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
-  for (int64_t i = 0; i < size; ++i)
-    out[i] = narrow<T>(rounded<T>(widen(x[i]) * scale) * widen(weight[i]));
+  each_vector(size, [&](int64_t i, auto lanes) {
+    const Vector own = rounded<T>(load_floats(x + i, lanes) * scale);
+    store(own * load_floats(weight + i, lanes), lanes, out + i);
+  });
 }
 
 // out = silu(gate) * up.
 template <class T>
 void silu_mul(const T* gate, const T* up, int64_t size, T* out) {
-  for (int64_t i = 0; i < size; ++i) {
-    const float x = widen(gate[i]);
-    // exponential() must not overflow.
-    const float silu = x / (1.0f + exponential(std::min(-x, 80.0f)));
-    out[i] = narrow<T>(rounded<T>(silu) * widen(up[i]));
-  }
+  const Vector most = Vector{} + 80.0f;  // or exponential() would overflow
+  each_vector(size, [&](int64_t i, auto lanes) {
+    const Vector x = load_floats(gate + i, lanes);
+    const Vector silu = x / (1.0f + exponential(-x > most ? most : -x));
+    store(rounded<T>(silu) * load_floats(up + i, lanes), lanes, out + i);
+  });
 }
 
 // Rotates one head; the sine table includes the sign of the rotated half.

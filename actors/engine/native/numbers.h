@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 namespace {
 
@@ -62,6 +63,26 @@ inline V load(const void* from) {
   return v;
 }
 
+// Calls f(i, lanes) for every vector of `size` elements, of which the last may have fewer lanes.
+template <class F>
+inline void each_vector(int64_t size, const F& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) f(i, std::integral_constant<int64_t, kLanes>{});
+  if (i < size) f(i, size - i);
+}
+
+// The first lanes of a vector as floats, zeros behind them.
+inline Vector load_floats(const float* from, int64_t lanes) {
+  Vector x = {};
+  std::memcpy(&x, from, lanes * sizeof *from);
+  return x;
+}
+inline Vector load_floats(const Bf16* from, int64_t lanes) {
+  Halves halves = {};
+  std::memcpy(&halves, from, lanes * sizeof *from);
+  return (Vector)(__builtin_convertvector(halves, Words) << 16);
+}
+
 // Stores the first lanes of a vector, each as narrow() has it.
 inline void store(Vector x, int64_t lanes, float* to) { std::memcpy(to, &x, lanes * sizeof *to); }
 inline void store(Vector x, int64_t lanes, Bf16* to) {
@@ -69,20 +90,41 @@ inline void store(Vector x, int64_t lanes, Bf16* to) {
   std::memcpy(to, &halves, lanes * sizeof *to);
 }
 
-// exp for x <= 80, relative error about 2e-7; branch-free, so that loops vectorise.
-inline float exponential(float x) {
-  x = std::max(x, -87.0f);
-  const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float y = 1.9875691500e-4f;
+template <class T>
+inline Vector rounded(Vector x) {
+  if constexpr (std::is_same_v<T, float>) return x;
+  else return (Vector)(narrow_bits((Words)x) << 16);
+}
+
+inline float sum_of(Vector x) {
+  float parts[kLanes];
+  std::memcpy(parts, &x, sizeof x);
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) parts[i] += parts[i + half];
+  return parts[0];
+}
+
+// exp for x <= 80, relative error about 2e-7, of a float or a vector. Compilers make branches of a loop
+// over floats, or divide several times, if what is around it is not simple.
+template <class V>
+inline V exponential(V x) {
+  using Bits = std::conditional_t<std::is_same_v<V, float>, uint32_t, Words>;
+  const V least = V{} - 87.0f;
+  x = x < least ? least : x;
+  const V shifted = x * 1.44269504f + 12582912.0f;  // an integer in its last bits
+  const V n = shifted - 12582912.0f;
+  const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  V y = V{} + 1.9875691500e-4f;
   y = y * r + 1.3981999507e-3f;
   y = y * r + 8.3334519073e-3f;
   y = y * r + 4.1665795894e-2f;
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
-  const uint32_t power = (static_cast<uint32_t>(static_cast<int32_t>(n)) + 127u) << 23;
-  float scale;
+  Bits power;
+  std::memcpy(&power, &shifted, sizeof power);
+  power = (power + 127u) << 23;
+  V scale;
   std::memcpy(&scale, &power, sizeof scale);
   return y * scale;
 }
