@@ -101,7 +101,8 @@ class GenerationRequest:
             one that a replica lacks, as of an added topic, ``general`` or ``general@0`` drafts.
         num_speculative_tokens: None takes the engine's value; 0 is plain decoding.
         store: False keeps the request out of replay and of the prefix cache.
-        recorded: False keeps it out of replay alone.
+        recorded: False keeps it out of replay and of suffix drafts.
+        replayed: False keeps it out of replay alone.
         cache_salt: requests share KV blocks of the prefix cache only with those of the same one.
         output_token_ids: generated before, by another replica; only what follows is returned.
         sent_chars: characters of their text that the client has.
@@ -123,6 +124,7 @@ class GenerationRequest:
     num_speculative_tokens: int | None = None
     store: bool = True
     recorded: bool = True
+    replayed: bool = True
     cache_salt: str = ""
     output_token_ids: tuple[int, ...] = ()
     sent_chars: int = 0
@@ -134,9 +136,14 @@ class GenerationRequest:
     grammar: str = ""
 
     @property
+    def has_suffixes(self) -> bool:
+        """Whether suffix drafts may repeat the answer; not a resumed one, which they do not see."""
+        return self.store and self.recorded and not self.output_token_ids
+
+    @property
     def has_record(self) -> bool:
         """Whether the answer is recorded; a resumed one is not, as its record would be partial."""
-        return self.store and self.recorded and not self.output_token_ids
+        return self.has_suffixes and self.replayed
 
     @property
     def run_id(self) -> str:

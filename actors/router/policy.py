@@ -22,12 +22,12 @@ class Route:
     Attributes:
         topic: name.
         draft: the expert's name.
-        recorded: False for a prompt that was not classified.
+        classified: False for a prompt that the router was not asked about.
     """
 
     topic: str
     draft: str
-    recorded: bool = True
+    classified: bool = True
 
 
 def choose_topic(

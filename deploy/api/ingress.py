@@ -479,7 +479,7 @@ class Ingress:
         """The request within what its API key shares with others."""
         salt = key.id if self._settings.key_cache and key is not None else ""
         has_expert = not self._settings.key_scope or bool(key_of(request.topic))
-        recorded = request.recorded and self._settings.records and has_expert
+        recorded = self._settings.records and has_expert
         return replace(request, cache_salt=salt, recorded=recorded)
 
     def _experts_for(self, key: ApiKey | None) -> Collection[str]:

@@ -588,7 +588,7 @@ def engine_request(
         draft=route.draft if speculative.draft == DRAFT_AUTO else speculative.draft,
         num_speculative_tokens=speculative.num_speculative_tokens,
         store=store,
-        recorded=route.recorded,
+        replayed=route.classified,
         token_sources=token_sources,
         grammar=grammar,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
-from paceline.actors.engine.request import GenerationChunk
+from paceline.actors.engine.request import GenerationChunk, GenerationRequest
 from paceline.actors.handles import remote_method
 from paceline.actors.replay.shard import ShardHandle
 from paceline.actors.router.key_scope import key_route
@@ -248,21 +248,23 @@ class RouterCircuitBreaker:
 
 _FEW = 3  # sequences in flight
 _ROUTED_EVERY_S = 1.0  # a busy replica hands over one record in as long
-_DRAFTED_SHARE = 1 / 16  # of the rounds; drafts that are only probed take part in fewer
-_LATEST_TOKENS = 1024
+_DRAFTED_SHARE = 1 / 16  # of rounds; drafts that are only probed take part in fewer
+_MEASURED_TOKENS = 4096  # of routed prompts' answers
+_LIMITED_TOKENS = 32_768  # of all answers, until drafts are measured again
 
 
 class RoutingRateLimiter:
     """Limits routing to one prompt a second and key under load at which drafts are off.
 
     Routing takes several milliseconds of a core, which decoding needs. It pays if the topic's own
-    draft is used, or for the record. With more than a few sequences in flight, and next to no
-    drafts of models among them because they would cost more than they gain, other prompts are
-    neither routed nor recorded. Pure but for its clock.
+    draft is used, or for the record. With more than a few sequences in flight it measures, while
+    all prompts are routed, whether drafts of models take part in rounds. If next to none do,
+    because they would cost more than they gain, other prompts are neither routed nor recorded for
+    replay until it measures again: meanwhile drafts may have learnt. Pure but for its clock.
     """
 
     def __init__(self, running: Callable[[], int], clock: Callable[[], float]) -> None:
-        """Allow all prompts until enough is known of the drafts.
+        """Begin to measure.
 
         Args:
             running: number of sequences in flight, that of the present prompt included.
@@ -271,16 +273,22 @@ class RoutingRateLimiter:
         self._running = running
         self._clock = clock
         self._routed_at: dict[str, float] = {}
-        self._tokens = self._rounds = 0  # of the latest answers; rounds with drafts of models
+        self._limited = False
+        self._tokens = 0  # since it began to measure, or to limit
+        self._drafted = self._plain = 0  # rounds with drafts of models, and with none
 
-    def observe(self, chunk: GenerationChunk) -> None:
+    def observe(self, request: GenerationRequest, chunk: GenerationChunk) -> None:
         """Count a chunk of a request that may use drafts."""
-        if self._running() <= _FEW:
+        if self._running() <= _FEW or not (self._limited or request.replayed):
             return
         self._tokens += len(chunk.token_ids)
-        self._rounds += len(chunk.rounds)
-        if self._tokens > _LATEST_TOKENS:  # what is older counts for less and less
-            self._tokens, self._rounds = self._tokens // 2, self._rounds // 2
+        of_drafts = sum(1 + accepted for _, accepted in (*chunk.rounds, *chunk.suffix_rounds))
+        self._drafted += len(chunk.rounds)
+        self._plain += max(len(chunk.token_ids) - of_drafts, 0)
+        if self._tokens >= (_LIMITED_TOKENS if self._limited else _MEASURED_TOKENS):
+            few = self._drafted < _DRAFTED_SHARE * (self._drafted + self._plain)
+            self._limited = few and not self._limited
+            self._tokens = self._drafted = self._plain = 0
 
     def allow(self, key: str, *, recorded: bool) -> bool:
         """Whether to route the next prompt.
@@ -289,9 +297,7 @@ class RoutingRateLimiter:
             key: see RouteSelector.select.
             recorded: whether it would be recorded; else it is of no use while drafts are off.
         """
-        known = self._tokens >= _LATEST_TOKENS // 2
-        drafts_are_off = known and self._rounds < _DRAFTED_SHARE * self._tokens
-        if self._running() <= _FEW or not drafts_are_off:
+        if self._running() <= _FEW or not self._limited:
             return True
         now = self._clock()
         if not recorded or now - self._routed_at.get(key, -math.inf) < _ROUTED_EVERY_S:
@@ -356,7 +362,7 @@ class RouteSelector:
         """Topic and expert of a prompt, ``general`` in doubt.
 
         Args:
-            text: of the prompt; None for one that is neither routed nor recorded.
+            text: of the prompt; None for one beyond the limit.
             key: whose topics and experts they are to be; empty for those of no key.
         """
         is_limited = text is None and self._router is not None
@@ -365,7 +371,7 @@ class RouteSelector:
         probabilities = {} if text is None else await self._classify(text)
         known = (probabilities, self._experts, self._min_confidence, self._weights())
         selected = key_route(key, *known) if key else route(*known)
-        selected = replace(selected, recorded=not is_limited)
+        selected = replace(selected, classified=not is_limited)
         self._counts[selected] += 1
         return selected
 

@@ -77,7 +77,7 @@ class RecentTraffic:
         clock: unix seconds.
         bucket_s: length of a bucket.
         keep_s: age at which buckets are dropped.
-        observe: takes the chunks of requests that may use drafts.
+        observe: takes the requests that may use drafts, with their chunks.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RecentTraffic:
         clock: Callable[[], float],
         bucket_s: float = 5.0,
         keep_s: float = 900.0,
-        observe: Callable[[GenerationChunk], object] = lambda _chunk: None,
+        observe: Callable[[GenerationRequest, GenerationChunk], object] = lambda *_: None,
     ) -> None:
         self._replica = replica
         self._clock = clock
@@ -101,7 +101,7 @@ class RecentTraffic:
         counts = self._current_bucket().setdefault((request.topic, draft), [0] * 5)
         counts[1] += len(chunk.token_ids) + chunk.num_cut_tokens
         if draft != DRAFT_OFF:
-            self._observe(chunk)
+            self._observe(request, chunk)
         stats = chunk.speculative
         if stats is not None:
             counts[0] += 1

@@ -78,7 +78,7 @@ class SuffixArm:
     def record(self, sequence: RunningSequence) -> None:
         """Add a finished answer to the store if it may be recorded."""
         request = sequence.request
-        if self.store is None or request.background or not request.has_record:
+        if self.store is None or request.background or not request.has_suffixes:
             return
         start = max(len(request.prompt_token_ids) - _PROMPT_TOKENS, 0)
         if sequence.num_output:

@@ -106,6 +106,24 @@ def test_fused_logits_are_transformers_own(name: str, dtype: torch.dtype) -> Non
     )
 
 
+@pytest.mark.parametrize("width", [7, 48, 50])
+def test_gates_far_below_zero_let_nothing_through(width: int) -> None:
+    """Where the exponential of the activation would overflow; widths that no vector divides too."""
+    model = make(LlamaConfig(**SIZES | {"intermediate_size": width}), 3)
+    gates: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.weight.mul_(60.0)
+        layer.mlp.gate_proj.register_forward_hook(lambda *own: gates.append(own[2]))
+    expected = logits(ModuleDecoder([model]), model, [0, 0])
+    assert min(float(own.min()) for own in gates) < -120.0
+    decoder = make_decoder([model], kv_shapes(model.config), CAPACITY)
+    assert isinstance(decoder, FusedDecoder)
+    tolerance = 10 * _tolerance(expected)  # large gates make sums that cancel
+    torch.testing.assert_close(
+        logits(decoder, model, [0, 0]), expected, rtol=tolerance, atol=tolerance
+    )
+
+
 @pytest.mark.parametrize(
     "experts",
     # of the last two, 81 tokens are computed as 88

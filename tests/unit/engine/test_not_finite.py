@@ -124,7 +124,8 @@ def test_beside_others_it_fails_alone(
     """The same batches with a sound third request and with one that breaks: the same bits."""
     answers = []
     broken = BROKEN
-    if dtype is torch.float16:  # bits vary with the batch, and one that shares a prefix changes it
+    if dtype is torch.float16:
+        # Bits vary with the batch there, and a prompt with a prefix of the others' changes that.
         broken = (1, *[POISON + 1] * 16, *[POISON] * 30)
     for prompt in ((1, *[POISON + 1] * 46), broken):
         serving = engine(make(dtype), kv_positions=kv_positions)

@@ -171,3 +171,21 @@ def test_new_weights_are_packed_again_and_other_experts_stay(dtype: torch.dtype)
     grown.copy_packed(linear, 2)
     three = grown(torch.cat([x, x[:1]]), ExpertLayout([0, 1, 2], CPU))
     assert torch.equal(three, torch.cat([after, after[:1]]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_of_any_size_are_torchs(dtype: torch.dtype) -> None:
+    for size in (*range(1, 70), 576):
+        x, delta, weight = (torch.randn(3, size).to(dtype) for _ in range(3))
+        for change in (None, delta):
+            own = x.clone()
+            got = kernels(dtype).add_norm(own, change, weight[0], 1e-5)
+            whole = x if change is None else x + change
+            assert torch.equal(own, whole)
+            wanted = whole.float() * (whole.float().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+            torch.testing.assert_close(got, wanted.to(dtype) * weight[0], rtol=0.01, atol=1e-6)
+    broken = torch.randn(2, 37).to(dtype)
+    broken[1, 36] = torch.nan
+    got = kernels(dtype).add_norm(broken, None, torch.ones(37).to(dtype), 1e-5)
+    assert got[0].isfinite().all()
+    assert got[1].isnan().all()

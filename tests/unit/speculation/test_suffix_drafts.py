@@ -281,6 +281,13 @@ def test_an_answer_that_is_not_shared_drafts_for_no_other(fields: dict[str, Any]
     assert known(run(engine, [request("r3", PROMPT, max_tokens=14)])["r3"])
 
 
+def test_an_answer_that_is_not_replayed_drafts_for_others_and_leaves_no_record() -> None:
+    engine = suffix_engine(shared_arm(), eos=-1)
+    first = run(engine, [request("r0", PROMPT, max_tokens=14, replayed=False)])["r0"]
+    assert first[-1].record is None
+    assert known(run(engine, [request("r1", PROMPT, max_tokens=14)])["r1"])
+
+
 def test_initial_weights_draft_by_no_recorded_answer() -> None:
     engine = suffix_engine(shared_arm(), drafts=True, eos=-1)
     run(engine, [request("r0", PROMPT, max_tokens=14)])

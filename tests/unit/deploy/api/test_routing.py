@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from paceline.actors.replay.record import ReplayRecord, decode
 from paceline.actors.router.policy import Route
 from paceline.actors.training.scorer import ScorerTable
 from paceline.actors.weights.slots import slot_for
+from paceline.deploy.api import routing
 from paceline.deploy.api.ingress import Ingress, IngressSettings
 from paceline.deploy.api.routing import (
     RouteSelector,
@@ -136,11 +138,22 @@ def test_routes_are_counted_by_topic_and_expert() -> None:
     assert selector.counts() == {"sql": {"sql": 1, "general": 2}}
 
 
-def observe(limiter: RoutingRateLimiter, tokens: int, share: float) -> None:
-    """Chunks of a token, so many of a hundred from rounds with drafts."""
-    drafted = round(100 * share)
-    for token in range(tokens):
-        limiter.observe(GenerationChunk("a", (7,), rounds=((1, 0),) * (token % 100 < drafted)))
+ROUTED = GenerationRequest("r", (1,), SamplingParams(max_tokens=9))
+LIMITED = replace(ROUTED, replayed=False)
+
+
+def observe(
+    limiter: RoutingRateLimiter, tokens: int, share: float, asked: GenerationRequest = ROUTED
+) -> None:
+    """Rounds of which a share drafts with a model, four tokens that are accepted."""
+    seen = drafted = rounds = 0
+    while seen < tokens:
+        rounds += 1
+        own = ((4, 4),) if drafted < share * rounds else ()
+        drafted += len(own)
+        given = (7,) * (5 if own else 1)
+        limiter.observe(asked, GenerationChunk("a", given, rounds=own))
+        seen += len(given)
 
 
 def routed(limiter: RoutingRateLimiter, now: list[float]) -> int:
@@ -157,7 +170,7 @@ def routed(limiter: RoutingRateLimiter, now: list[float]) -> int:
     [
         (64, 0.0, 6),
         (4, 0.0, 6),
-        (4, 0.02, 6),
+        (4, 0.04, 6),
         (4, 0.1, 60),
         (4, 0.6, 60),
         (4, 1.0, 60),
@@ -170,11 +183,19 @@ def test_one_prompt_a_second_is_routed_if_many_run_and_drafts_are_off(
 ) -> None:
     now, sequences = [1e6], [4]
     limiter = RoutingRateLimiter(lambda: sequences[0], lambda: now[0])
-    observe(limiter, 300, share)
+    observe(limiter, 3000, share)
     assert routed(limiter, now) == 60  # too little is known
-    observe(limiter, 5000, share)
+    observe(limiter, 3000, share)
     sequences[0] = running
     assert routed(limiter, now) == expected
+
+
+def test_rounds_that_suffixes_draft_say_nothing_of_drafts() -> None:
+    limiter = RoutingRateLimiter(lambda: 8, lambda: 0.0)
+    rounds = {"rounds": ((4, 4),), "suffix_rounds": ((9, 9),) * 9}
+    for _ in range(100):  # of ten rounds that could have drafted with a model all did
+        limiter.observe(ROUTED, GenerationChunk("a", (7,) * 95, **rounds))
+    assert all(limiter.allow("", recorded=True) for _ in range(9))
 
 
 def test_keys_have_limits_of_their_own() -> None:
@@ -182,31 +203,32 @@ def test_keys_have_limits_of_their_own() -> None:
     now = [0.0]
     limiter = RoutingRateLimiter(lambda: 8, lambda: now[0])
     observe(limiter, 5000, 0.0)
-    assert [limiter.allow(key, recorded=True) for key in ("a", "a", "b", "b", "")] == [
-        True,
-        False,
-    ] * 2 + [True]
+    keys = ("a", "a", "b", "b", "")
+    allowed = [limiter.allow(key, recorded=True) for key in keys]
+    assert allowed == [True, False, True, False, True]
     now[0] = 1.0
     # What leaves no record has no use of being routed, and takes no other prompt's turn.
     assert not limiter.allow("a", recorded=False)
     assert [limiter.allow(key, recorded=True) for key in "ba"] == [True, True]
 
 
-def test_drafts_that_begin_or_end_to_pay_at_a_load_are_noticed_within_some_answers() -> None:
+def test_drafts_are_measured_again_while_all_prompts_are_routed() -> None:
+    """With one prompt a second routed they would stay off, whatever they have learnt."""
     now, sequences = [0.0], [8]
     limiter = RoutingRateLimiter(lambda: sequences[0], lambda: now[0])
     observe(limiter, 5000, 0.0)
     assert routed(limiter, now) == 6
     sequences[0] = 3
-    observe(limiter, 5000, 1.0)  # says nothing about more
+    observe(limiter, 50_000, 1.0)  # says nothing about more
     sequences[0] = 8
     assert routed(limiter, now) == 6
-    observe(limiter, 300, 0.6)
+    observe(limiter, 33_000, 0.0, LIMITED)
+    assert routed(limiter, now) == 60
+    observe(limiter, 50_000, 0.0, LIMITED)  # of before, and still under way
     assert routed(limiter, now) == 60
     observe(limiter, 5000, 0.6)
-    observe(limiter, 1000, 0.0)
     assert routed(limiter, now) == 60
-    observe(limiter, 4000, 0.0)
+    observe(limiter, 5000, 0.0)
     assert routed(limiter, now) == 6
 
 
@@ -221,7 +243,7 @@ def test_a_prompt_beyond_the_limit_is_neither_routed_nor_recorded(key: str) -> N
     experts = (*EXPERTS, "acme.general", "acme.sql")
     selector = RouteSelector(remote(classify=classify), experts, 1.0, 0.5, lambda: 0.0)
     general, sql = (f"{key}.{topic}" if key else topic for topic in EXPERTS)
-    assert asyncio.run(selector.select(None, key)) == Route(general, general, recorded=False)
+    assert asyncio.run(selector.select(None, key)) == Route(general, general, classified=False)
     assert asyncio.run(selector.select("SELECT", key)) == Route(sql, sql)
     assert asked == ["SELECT"]
     assert dict(selector.calls) == {"answered": 1, "limited": 1}
@@ -371,34 +393,40 @@ def test_replay_is_kept_by_topic_whoever_drafts(
 
 
 def test_a_busy_server_with_its_drafts_off_routes_and_records_one_prompt_a_second(
-    models: dict[str, Path], kept: Kept, target: TargetReplica
+    models: dict[str, Path], kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All answers are kept for suffix drafts; without `store` none is, and none is routed."""
+    drafts = dict.fromkeys(EXPERTS, str(models["draft"]))
+    engine = {"dtype": "float32", "num_threads": 1, "max_num_seqs": 8}
+    target = TargetReplica(
+        TargetSettings(str(models["target"]), drafts, num_speculative_tokens=0, **engine),
+        {expert: kept.shard(expert) for expert in EXPERTS},
+    )
     settings = IngressSettings("m", str(models["target"]), None, EXPERTS, 1.0, 0.5, 64)
     ingress = Ingress(settings, Handle(target), remote(classify=sure), nothing_learns())
     ingress._routing_limiter._clock = lambda: 0.0  # within one second
     api = ingress.api()
     body = {"model": "m", "max_tokens": 4, "ignore_eos": True}
+    monkeypatch.setattr(routing, "_MEASURED_TOKENS", 20)
 
     async def ask() -> list[Any]:
         door = httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://here")
         async with door as http:
 
-            async def post(prompts: int) -> Any:
-                asked = body | {"prompt": ["SELECT"] * prompts}
+            async def post(prompts: int, **more: Any) -> Any:
+                asked = body | {"prompt": ["SELECT"] * prompts} | more
                 answer = (await http.post("/v1/completions", json=asked)).json()
                 assert [c["finish_reason"] for c in answer["choices"]] == ["length"] * prompts
                 return (await http.get("/v1/paceline/status")).json()["routed"]
 
-            found = [await post(6)]
-            ingress._routing_limiter._tokens = 1000  # of answers without drafts
-            return [*found, await post(6), await post(1)]
+            return [await post(6), await post(6, store=False), await post(6), await post(1)]
 
     found = asyncio.run(ask())
-    assert found[0] == {"sql": {"sql": 6}}
-    assert found[1] == {"sql": {"sql": 7}, "general": {"general": 5}}
-    assert found[2] == {"sql": {"sql": 8}, "general": {"general": 5}}
+    sql, general = (lambda n: {"sql": {"sql": n}}), (lambda n: {"general": {"general": n}})
+    assert found == [sql(6), sql(6) | general(6), sql(7) | general(11), sql(8) | general(11)]
     asyncio.run(until(lambda: len(kept.shards["sql"]) == 8))
     assert kept.shards["general"] == []
+    target._loop.close()
 
 
 def test_of_a_flood_some_are_kept_and_all_are_answered(

@@ -77,14 +77,14 @@ def test_a_row_has_the_figures_of_the_requests_that_ended() -> None:
 
 
 def test_chunks_of_requests_that_may_use_drafts_are_passed_on() -> None:
-    seen: list[GenerationChunk] = []
-    recent = RecentTraffic("me", lambda: 1000.0, observe=seen.append)
+    seen: list[tuple[GenerationRequest, GenerationChunk]] = []
+    recent = RecentTraffic("me", lambda: 1000.0, observe=lambda *own: seen.append(own))
     other = GenerationChunk("a", (7,))
     recent.record(asked(draft="off"), other)
     recent.record(asked(k=0), other)
     recent.record(asked(), LAST)
     recent.record(asked(k=2), LAST)
-    assert seen == [LAST, LAST]
+    assert seen == [(asked(), LAST), (asked(k=2), LAST)]
 
 
 def test_since_leaves_out_what_has_ended_by_then() -> None:
