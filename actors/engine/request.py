@@ -136,14 +136,14 @@ class GenerationRequest:
     grammar: str = ""
 
     @property
-    def has_suffixes(self) -> bool:
-        """Whether suffix drafts may repeat the answer; not a resumed one, which they do not see."""
+    def may_be_repeated(self) -> bool:
+        """Whether suffix drafts of later requests may repeat the answer; not a resumed one."""
         return self.store and self.recorded and not self.output_token_ids
 
     @property
     def has_record(self) -> bool:
         """Whether the answer is recorded; a resumed one is not, as its record would be partial."""
-        return self.has_suffixes and self.replayed
+        return self.may_be_repeated and self.replayed
 
     @property
     def run_id(self) -> str:

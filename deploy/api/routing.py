@@ -247,7 +247,7 @@ class RouterCircuitBreaker:
 
 
 _FEW = 3  # sequences in flight
-_ROUTED_EVERY_S = 1.0  # a busy replica hands over one record in as long
+_ROUTED_EVERY_S = 1.0  # as often as a busy replica hands over a record
 _DRAFTED_SHARE = 1 / 16  # of rounds; drafts that are only probed take part in fewer
 _MEASURED_TOKENS = 4096  # of routed prompts' answers
 _LIMITED_TOKENS = 32_768  # of all answers, until drafts are measured again

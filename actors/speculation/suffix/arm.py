@@ -76,9 +76,9 @@ class SuffixArm:
         return found
 
     def record(self, sequence: RunningSequence) -> None:
-        """Add a finished answer to the store if it may be recorded."""
+        """Add a finished answer to the store if later requests may repeat it."""
         request = sequence.request
-        if self.store is None or request.background or not request.has_suffixes:
+        if self.store is None or request.background or not request.may_be_repeated:
             return
         start = max(len(request.prompt_token_ids) - _PROMPT_TOKENS, 0)
         if sequence.num_output:
