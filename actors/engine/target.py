@@ -420,11 +420,13 @@ class TargetReplica:
 
     def _limit_records(self, request: GenerationRequest) -> GenerationRequest:
         """Drop the record of a request that nothing takes, or for which there is no room."""
+        if not self._shards:
+            return replace(request, recorded=False)
         limited = request.has_record and not request.background
-        taken = not limited or self._held_records.has_room(request.topic)
-        if not taken:
-            self._left_out.add(request.topic)
-        return request if self._shards and taken else replace(request, recorded=False)
+        if not limited or self._held_records.has_room(request.topic):
+            return request
+        self._left_out.add(request.topic)
+        return replace(request, replayed=False)
 
     def _insert_record(self, record: ReplayRecord) -> None:
         shard = self._shards.get(record.topic)

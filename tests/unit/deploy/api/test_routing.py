@@ -470,8 +470,18 @@ def test_of_a_flood_some_are_kept_and_all_are_answered(
     assert [r.request_id for r in kept.shards["general"]] == ["general-a"]
 
 
+def test_suffix_drafts_may_repeat_an_answer_whose_record_has_no_room(
+    target: TargetReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target._held_records, "has_room", lambda topic: topic != "sql")
+    asked = GenerationRequest("a", (5, 6, 7), SamplingParams(max_tokens=4), "sql", "sql")
+    assert target._limit_records(replace(asked, topic="general")).has_record
+    limited = target._limit_records(asked)
+    assert (limited.has_record, limited.may_be_repeated) == (False, True)
+
+
 def test_nothing_is_recorded_where_no_shard_takes_it(target: TargetReplica) -> None:
     asked = GenerationRequest("a", (5, 6, 7), SamplingParams(max_tokens=4), "sql", "sql")
     assert target._limit_records(asked).has_record
     target._shards = {}
-    assert not target._limit_records(asked).has_record
+    assert not target._limit_records(asked).may_be_repeated
