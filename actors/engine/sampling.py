@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from paceline.actors.engine.inference import inference
 from paceline.actors.engine.logits_processors import LogitsProcessors, make_logits_processors
+from paceline.actors.engine.native import kernels
 from paceline.actors.engine.request import SamplingParams, TokenLogprob
-from paceline.actors.engine.top_tokens import top_probs
+from paceline.actors.engine.top_tokens import softmax_at, top_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class SamplingBatch:
         choices: int64 ``[B]``.
         greedy: bool ``[B]``.
         filtered_rows: int64, indices of the greedy rows and of those with top_p, top_k or min_p.
+        unfiltered_rows: int64, indices of all others.
         seeded_rows: int64, indices of the sampled rows with a seed.
         unseeded_rows: int64, indices of those without.
         logits_processors: None if no row has any.
@@ -43,6 +45,7 @@ class SamplingBatch:
     choices: Tensor
     greedy: Tensor
     filtered_rows: Tensor
+    unfiltered_rows: Tensor
     seeded_rows: Tensor
     unseeded_rows: Tensor
     all_greedy: bool
@@ -104,6 +107,7 @@ def make_sampling_batch(
         choices=tensor([p.choice for p in params], torch.int64),
         greedy=tensor(greedy, torch.bool),
         filtered_rows=tensor([i for i, cut in enumerate(filtered) if cut], torch.int64),
+        unfiltered_rows=tensor([i for i, cut in enumerate(filtered) if not cut], torch.int64),
         all_greedy=all(greedy),
         seeded_rows=tensor([i for i, p in enumerate(params) if sampled(p, True)], torch.int64),
         unseeded_rows=tensor([i for i, p in enumerate(params) if sampled(p, False)], torch.int64),
@@ -164,19 +168,31 @@ class TargetProbs:
         """Index the dimensions before the last."""
         return TargetProbs(self.probs[index], None if self.ids is None else self.ids[index])
 
-    def tokens(self, columns: Tensor) -> Tensor:
-        """Token ids of candidates, int64 ``[...]``."""
+    def flatten(self) -> TargetProbs:
+        """The same of ``[B, T, K]`` as ``[B * T, K]``."""
+        ids = None if self.ids is None else self.ids.flatten(0, 1)
+        return TargetProbs(self.probs.flatten(0, 1), ids)
+
+    def tokens(self, columns: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Token ids of candidates int64 ``[...]``; ``rows`` as for :meth:`find`."""
         if self.ids is None:
             return columns
-        return self.ids.gather(-1, columns[..., None]).squeeze(-1)
+        ids = self.ids if rows is None else self.ids[rows]
+        return ids.gather(-1, columns[..., None]).squeeze(-1)
 
-    def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the candidates that tokens ``[..., S]`` are, and if they are any, as bool."""
+    def find(self, tokens: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the candidates that tokens ``[..., S]`` are, and if they are any, as bool.
+
+        Args:
+            tokens: int64, of each row.
+            rows: which rows they are of, int64 ``[N]`` of the first dimension; None: all.
+        """
         if self.ids is None:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
-        columns = torch.searchsorted(self.ids.contiguous(), tokens.contiguous())
-        columns = columns.clamp_(max=self.ids.shape[-1] - 1)
-        return columns, self.ids.gather(-1, columns) == tokens
+        ids = (self.ids if rows is None else self.ids[rows]).contiguous()
+        columns = torch.searchsorted(ids, tokens.contiguous())
+        columns = columns.clamp_(max=ids.shape[-1] - 1)
+        return columns, ids.gather(-1, columns) == tokens
 
     def of(self, tokens: Tensor) -> Tensor:
         """Probabilities of tokens int64 ``[..., S]``."""
@@ -208,28 +224,29 @@ def processed_probs(
         ``[B, T, K]``; a greedy row gets its most probable token, and padding anything.
     """
     rows, steps, vocab = logits.shape
-    flat, everyone = logits.flatten(0, 1), torch.arange(rows, device=logits.device)
-    at = own_positions(everyone, steps, num_drafted)
-    own = flat if len(at) == len(flat) else flat[at]
-    params = [part[at // steps] for part in (batch.top_p, batch.top_k, batch.min_p)]
-    temperature = batch.temperature[at // steps]
+    flat = logits.flatten(0, 1)
+    cut = own_positions(batch.filtered_rows, steps, num_drafted)
     if batch.all_filtered:
-        found = _filter(own, [*params, temperature])
-    else:
-        found = TargetProbs(torch.softmax(own.float() / temperature[:, None], dim=-1))
-    if batch.any_filter and not batch.all_filtered:
-        places = torch.searchsorted(at, own_positions(batch.filtered_rows, steps, num_drafted))
-        kept = _filter(own[places], [part[places] for part in (*params, temperature)])
-        found.probs.index_copy_(0, places, kept.dense(vocab))
+        found = _filter(flat if len(cut) == len(flat) else flat[cut], _params(batch, cut // steps))
 
-    def padded(part: Tensor) -> Tensor:
-        if len(part) < len(flat):
-            # All tokens of padding, which nobody reads, are too many to fill.
-            make = part.new_empty if part.shape[-1] == vocab else part.new_zeros
-            part = make(len(flat), part.shape[-1]).index_copy_(0, at, part)
-        return part.view(rows, steps, -1)
+        def padded(part: Tensor) -> Tensor:
+            if len(part) < len(flat):
+                part = part.new_zeros(len(flat), part.shape[-1]).index_copy_(0, cut, part)
+            return part.view(rows, steps, -1)
 
-    return TargetProbs(padded(found.probs), None if found.ids is None else padded(found.ids))
+        return TargetProbs(padded(found.probs), None if found.ids is None else padded(found.ids))
+    free = own_positions(batch.unfiltered_rows, steps, num_drafted)
+    # All tokens of padding, which nobody reads, are too many to fill.
+    probs = softmax_at(flat, free, batch.temperature[free // steps])
+    if batch.any_filter:
+        kept = _filter(flat[cut], _params(batch, cut // steps))
+        probs.index_copy_(0, cut, kept.dense(vocab))
+    return TargetProbs(probs.view(rows, steps, -1))
+
+
+def _params(batch: SamplingBatch, rows: Tensor) -> list[Tensor]:
+    """What :func:`_filter` takes, of rows."""
+    return [part[rows] for part in (batch.top_p, batch.top_k, batch.min_p, batch.temperature)]
 
 
 def own_positions(rows: Tensor, steps: int, num_drafted: Tensor | None) -> Tensor:
@@ -300,13 +317,17 @@ def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
     Returns:
         int64 ``[...]``.
     """
-    sums = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = sums[..., -1:]
-    at = torch.rand(total.shape, generator=generator, dtype=torch.float64, device=weights.device)
-    # A product that rounds up to the total would lie beyond the last entry.
-    at = torch.minimum(at * total, torch.nextafter(total, torch.zeros_like(total)))
-    # NaN weights give an index past the end, which must not reach an embedding.
-    return torch.searchsorted(sums, at, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
+    flat = weights.flatten(0, -2)
+    drawn = kernels.draw(flat, torch.arange(len(flat)), generator)
+    if drawn is None:
+        sums = flat.cumsum(dim=-1, dtype=torch.float64)
+        total = sums[:, -1:]
+        at = torch.rand(total.shape, generator=generator, dtype=torch.float64, device=flat.device)
+        # A product that rounds up to the total would lie beyond the last entry.
+        at = torch.minimum(at * total, torch.nextafter(total, torch.zeros_like(total)))
+        # NaN weights give an index past the end, which must not reach an embedding.
+        drawn = torch.searchsorted(sums, at, right=True).clamp(max=flat.shape[-1] - 1)
+    return drawn.view(weights.shape[:-1])
 
 
 @inference

@@ -1,4 +1,4 @@
-"""Most probable tokens of a distribution, computed from its logits."""
+"""Distributions and their most probable tokens, computed from logits."""
 
 from __future__ import annotations
 
@@ -112,6 +112,27 @@ def top_probs(logits: Tensor, temperature: Tensor, size: int) -> tuple[Tensor, T
     # In doubles as the kernels: floats round a quotient of 100 by 4e-6.
     probs = torch.softmax(scores.double() / temperature[:, None], dim=-1)
     return probs.gather(-1, ids).float(), ids
+
+
+def softmax_at(logits: Tensor, rows: Tensor, temperature: Tensor) -> Tensor:
+    """Return ``softmax(logits / temperature)`` of some rows; the others' entries are arbitrary.
+
+    Args:
+        logits: float ``[M, V]``.
+        rows: int64 ``[N]`` of the M.
+        temperature: float32 ``[N]``.
+
+    Returns:
+        float32 ``[M, V]``.
+    """
+    kernels = kernels_for(logits.device, logits.dtype)
+    if kernels is not None:
+        return kernels.softmax_at(logits, rows, temperature)
+    own = logits if len(rows) == len(logits) else logits[rows]
+    probs = torch.softmax(own.float() / temperature[:, None], dim=-1)
+    if len(probs) == len(logits):
+        return probs
+    return probs.new_empty(logits.shape).index_copy_(0, rows, probs)
 
 
 def accept_greedy(logits: Tensor, drafts: Tensor, num_drafted: Tensor) -> tuple[Tensor, Tensor]:

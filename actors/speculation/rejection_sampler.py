@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.actors.engine.gumbel import gumbel_max, stream_key
 from paceline.actors.engine.logits_processors import TokenCounts, TokenMasks, process_logits
+from paceline.actors.engine.native import kernels
 from paceline.actors.engine.sampling import (
     SamplingBatch,
     TargetProbs,
@@ -294,6 +295,25 @@ def residual(target_probs: Tensor, support_ids: Tensor, support_probs: Tensor) -
     return torch.where(empty, target_probs, difference)
 
 
+def draw_residual(
+    weights: Tensor, rows: Tensor, columns: Tensor, amounts: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Draw from :func:`residual` of some rows, without a copy of them where there are kernels.
+
+    Args:
+        weights: float32 ``[M, K]``.
+        rows: int64 ``[N]`` of the M, each once.
+        columns: int64 ``[N, S]``, the draft's support.
+        amounts: float32 ``[N, S]``, q on it.
+        generator: source of randomness.
+
+    Returns:
+        int64 ``[N]``.
+    """
+    drawn = kernels.draw(weights, rows, generator, (columns, amounts))
+    return draw(residual(weights[rows], columns, amounts), generator) if drawn is None else drawn
+
+
 def _deterministic_tokens(
     logits: Tensor,
     probs: TargetProbs,
@@ -321,9 +341,9 @@ def _sample_unseeded(
     rows, drafted = proposal.token_ids.shape
     device = proposal.token_ids.device
     index = torch.arange(rows, device=device)
+    flat = probs.flatten()
     if drafted == 0:
-        at = probs[:, 0]
-        return torch.zeros_like(index), at.tokens(draw(at.probs, generator))
+        return torch.zeros_like(index), flat.tokens(draw(flat.probs, generator))
     p_draft = probs[:, :drafted].of(proposal.token_ids.unsqueeze(-1)).squeeze(-1)
     uniform = torch.rand((rows, drafted), generator=generator, device=device, dtype=torch.float64)
     inside = torch.arange(drafted, device=device) < proposal.num_drafted[:, None]
@@ -331,14 +351,14 @@ def _sample_unseeded(
     q_draft = proposal.draft_probs.masked_fill(~inside, 1.0)
     accepted = inside & (uniform < acceptance_probability(p_draft.double(), q_draft.double()))
     num_accepted = leading_true(accepted)
-    at = probs[index, num_accepted]
-    rejected = num_accepted < proposal.num_drafted
-    last = num_accepted.clamp(max=drafted - 1)
-    # A draft token that is no candidate has p = 0, and leaves no residual.
-    columns, found = at.find(proposal.support_ids[index, last])
-    recovered = residual(at.probs, columns, proposal.support_probs[index, last] * found)
-    weights = torch.where(rejected[:, None], recovered, at.probs)
-    return num_accepted, at.tokens(draw(weights, generator))
+    at, last = index * (drafted + 1) + num_accepted, num_accepted.clamp(max=drafted - 1)
+    # A draft token that is no candidate has p = 0, and leaves no residual, nor do accepted ones.
+    columns, less = flat.find(proposal.support_ids[index, last], at)
+    less &= (num_accepted < proposal.num_drafted)[:, None]
+    drawn = draw_residual(
+        flat.probs, at, columns, proposal.support_probs[index, last] * less, generator
+    )
+    return num_accepted, flat.tokens(drawn, at)
 
 
 def rejection_sample(

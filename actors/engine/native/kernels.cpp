@@ -97,6 +97,14 @@ extern "C" int64_t model_memory_size(const Forward* f) { return model_work_size(
                 probs + i * k);                                                                \
     });                                                                                        \
   }                                                                                            \
+  extern "C" void softmax_at_##NAME(const void* logits, const int64_t* rows, int64_t n,          \
+                                    int64_t size, const float* temperatures, int64_t threads,  \
+                                    float* probs) {                                            \
+    each(n, threads, [&](int64_t i) {                                                          \
+      softmax_at(static_cast<const T*>(logits) + rows[i] * size, size, temperatures[i],        \
+                 probs + rows[i] * size);                                                      \
+    });                                                                                        \
+  }                                                                                            \
   extern "C" void accept_##NAME(const void* logits, int64_t batch, int64_t k, int64_t vocab,   \
                                 const int64_t* drafts, const int64_t* drafted,                 \
                                 int64_t threads, int64_t* accepted, int64_t* final_tokens) {   \
@@ -114,6 +122,14 @@ extern "C" void gumbel_max_rows(const float* probs, const int64_t* tokens, int64
   each(n, threads, [&](int64_t i) {
     const int64_t* own = tokens == nullptr ? nullptr : tokens + i * size;
     columns[i] = gumbel_max(probs + i * size, own, size, keys[i]);
+  });
+}
+
+extern "C" void draw_rows(float* p, const int64_t* rows, int64_t n, int64_t size,
+                          const int64_t* columns, const float* q, int64_t taken,
+                          const double* uniform, int64_t threads, int64_t* drawn) {
+  each(n, threads, [&](int64_t i) {
+    drawn[i] = draw(p + rows[i] * size, size, columns + i * taken, q + i * taken, taken, uniform[i]);
   });
 }
 

@@ -84,6 +84,8 @@ class Kernels:
         self._top_k.argtypes = [ctypes.POINTER(pointer), *[size] * 4, pointer, pointer, pointer]
         self._top_probs = loaded[f"top_probs_{NAMES[dtype]}"]
         self._top_probs.argtypes = [ctypes.POINTER(pointer), *[size] * 4, *[pointer] * 3]
+        self._softmax_at = loaded[f"softmax_at_{NAMES[dtype]}"]
+        self._softmax_at.argtypes = [*[pointer] * 2, *[size] * 2, pointer, size, pointer]
         self._accept = loaded[f"accept_{NAMES[dtype]}"]
         self._accept.argtypes = [pointer, *[size] * 3, *[pointer] * 2, size, *[pointer] * 2]
         self._packed_size = loaded[f"packed_size_{NAMES[dtype]}"]
@@ -94,7 +96,8 @@ class Kernels:
         self._multiply = loaded[f"multiply_{NAMES[dtype]}"]
         self._multiply.argtypes = [pointer, ctypes.POINTER(WeightStruct), size, size, pointer]
         layers = (self._add_norm, self._forward, self._rollout, self._pack, self._multiply)
-        for function in (*layers, self._top_one, self._top_k, self._top_probs, self._accept):
+        selection = (self._top_one, self._top_k, self._top_probs, self._softmax_at, self._accept)
+        for function in (*layers, *selection):
             function.restype = None
         self._reads_codes = dtype is torch.bfloat16
         self._codes_size, self._pack_codes = loaded.packed_codes_size, loaded.pack_weight_codes
@@ -432,6 +435,21 @@ class Kernels:
         )
         return probs, ids
 
+    def softmax_at(self, logits: Tensor, rows: Tensor, temperature: Tensor) -> Tensor:
+        """See top_tokens."""
+        logits, temperature = logits.contiguous(), temperature.contiguous()
+        probs = torch.empty(logits.shape)
+        self._softmax_at(
+            logits.data_ptr(),
+            rows.data_ptr(),
+            len(rows),
+            logits.shape[-1],
+            temperature.data_ptr(),
+            torch.get_num_threads(),
+            probs.data_ptr(),
+        )
+        return probs
+
     def accept(self, logits: Tensor, drafts: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
         """Verify greedily: count the accepted draft tokens, and return the target's next token.
 
@@ -482,6 +500,42 @@ def gumbel_max(probs: Tensor, keys: Tensor, ids: Tensor | None) -> Tensor | None
         ctypes.c_void_p(columns.data_ptr()),
     )
     return columns
+
+
+def draw(
+    weights: Tensor,
+    rows: Tensor,
+    generator: torch.Generator,
+    less: tuple[Tensor, Tensor] | None = None,
+) -> Tensor | None:
+    """Draw a column of some rows by its weight, see sampling.py; None where there are no kernels.
+
+    Args:
+        weights: float32 ``[M, K]``.
+        rows: int64 ``[N]`` of the M, each once.
+        generator: source of randomness.
+        less: columns int64 ``[N, S]``, and float32 ``[N, S]``, by how much their weight is less; a
+            row of which nothing positive is left is drawn from as it is.
+
+    Returns:
+        int64 ``[N]``.
+    """
+    loaded = library.load_library() if weights.device.type == "cpu" else None
+    if loaded is None:
+        return None
+    weights, drawn = weights.contiguous(), torch.empty_like(rows)
+    uniform = torch.rand(len(rows), generator=generator, dtype=torch.float64)
+    columns, amounts = (rows, weights) if less is None else (part.contiguous() for part in less)
+    loaded.draw_rows(
+        *map(ctypes.c_void_p, (weights.data_ptr(), rows.data_ptr())),
+        *map(ctypes.c_int64, (len(rows), weights.shape[-1])),
+        *map(ctypes.c_void_p, (columns.data_ptr(), amounts.data_ptr())),
+        ctypes.c_int64(0 if less is None else columns.shape[-1]),
+        ctypes.c_void_p(uniform.data_ptr()),
+        ctypes.c_int64(torch.get_num_threads()),
+        ctypes.c_void_p(drawn.data_ptr()),
+    )
+    return drawn
 
 
 @functools.cache

@@ -135,6 +135,66 @@ void top_probs(const T* logits, int64_t size, int64_t k, float temperature, int6
     probs[i] = std::exp((double{probs[i]} - largest) / temperature) / sum;
 }
 
+// The softmax of a row at a temperature. Sums blocks by vectors of floats, whatever T is: see `total`.
+template <class T>
+void softmax_at(const T* logits, int64_t size, float temperature, float* probs) {
+  constexpr int64_t kBlock = 512;
+  const float largest = largest_of(logits, size), scale = 1.0f / temperature;
+  const Vector least = Vector{} - 87.0f;
+  double whole = 0.0;
+  for (int64_t start = 0; start < size; start += kBlock) {
+    Vector sums = {};
+    each_vector(std::min(kBlock, size - start), [&](int64_t i, auto lanes) {
+      const Vector x = (load_floats(logits + start + i, lanes) - largest) * scale;
+      Vector y = x < least ? Vector{} : exponential(x);  // which is not 0 for a forbidden token
+      for (int64_t lane = lanes; lane < kLanes; ++lane) y[lane] = 0.0f;
+      sums += y;
+      store(y, lanes, probs + start + i);
+    });
+    whole += sum_of(sums);
+  }
+  const float share = static_cast<float>(1.0 / whole);
+  each_vector(size, [&](int64_t i, auto lanes) {
+    store(load_floats(probs + i, lanes) * share, lanes, probs + i);
+  });
+}
+
+// Draws one of `size` columns by p - q where that is positive or, if it is nowhere, by p: the first at
+// which the sum from the first one on, in doubles, exceeds `uniform`, in [0, 1), of the whole. A column
+// without weight is never drawn; NaNs draw the last one.
+//
+// q is given at `taken` columns, of which some may be the same. p is changed meanwhile.
+inline int64_t draw(float* p, int64_t size, const int64_t* columns, const float* q, int64_t taken,
+                    double uniform) {
+  constexpr int64_t kBlock = 512;
+  std::vector<float> held(taken);
+  for (int64_t i = 0; i < taken; ++i) held[i] = p[columns[i]], p[columns[i]] -= q[i];
+  for (int64_t i = 0; i < taken; ++i) p[columns[i]] = std::max(p[columns[i]], 0.0f);
+  std::vector<double> sums((size + kBlock - 1) / kBlock);
+  double whole = 0.0;
+  for (int64_t start = 0; start < size; start += kBlock) {
+    const int64_t count = std::min(kBlock, size - start);
+    double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; ++i) sum += p[start + i];
+    whole += sums[start / kBlock] = sum;
+  }
+  const bool empty = whole <= 0.0;
+  const double at = std::min(uniform * whole, std::nextafter(whole, 0.0));
+  // The block in which the sum exceeds it or, however sums round, the last one with any weight.
+  int64_t block = -1, drawn = size - 1;
+  double before = 0.0, reached = 0.0;
+  for (size_t b = 0; b < sums.size() && (block < 0 || reached <= at); ++b) {
+    if (!(sums[b] > 0.0)) continue;
+    block = b, before = reached, reached += sums[b];
+  }
+  if (block >= 0)
+    for (int64_t i = block * kBlock; i < std::min((block + 1) * kBlock, size) && before <= at; ++i)
+      if (p[i] > 0.0f) before += p[i], drawn = i;
+  for (int64_t i = taken - 1; i >= 0; --i) p[columns[i]] = held[i];
+  return empty && taken > 0 ? draw(p, size, columns, q, 0, uniform) : drawn;
+}
+
 // The column of the largest log p + G, where G is the Gumbel noise of `token` in gumbel.py: that of the
 // largest p / -log u. Most columns are smaller even with 1 - u, which is at most -log u.
 inline int64_t gumbel_max(const float* probs, const int64_t* tokens, int64_t size, uint64_t key) {
