@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from paceline.actors.engine.inference import inference
 from paceline.actors.engine.logits_processors import LogitsProcessors, make_logits_processors
-from paceline.actors.engine.native import kernels
+from paceline.actors.engine.native.kernels import kernels_for
 from paceline.actors.engine.request import SamplingParams, TokenLogprob
-from paceline.actors.engine.top_tokens import softmax_at, top_probs
+from paceline.actors.engine.top_tokens import softmax_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,34 +168,24 @@ class TargetProbs:
         """Index the dimensions before the last."""
         return TargetProbs(self.probs[index], None if self.ids is None else self.ids[index])
 
-    def flatten(self) -> TargetProbs:
-        """The same of ``[B, T, K]`` as ``[B * T, K]``."""
-        ids = None if self.ids is None else self.ids.flatten(0, 1)
-        return TargetProbs(self.probs.flatten(0, 1), ids)
-
-    def tokens(self, columns: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Token ids of candidates int64 ``[...]``; ``rows`` as for :meth:`find`."""
+    def tokens(self, columns: Tensor) -> Tensor:
+        """Token ids of candidates, int64 ``[...]``."""
         if self.ids is None:
             return columns
-        ids = self.ids if rows is None else self.ids[rows]
-        return ids.gather(-1, columns[..., None]).squeeze(-1)
+        return self.ids.gather(-1, columns[..., None]).squeeze(-1)
 
-    def find(self, tokens: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the candidates that tokens ``[..., S]`` are, and if they are any, as bool.
-
-        Args:
-            tokens: int64, of each row.
-            rows: which rows they are of, int64 ``[N]`` of the first dimension; None: all.
-        """
+    def find(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the candidates that tokens ``[..., S]`` are, and if they are any, as bool."""
         if self.ids is None:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
-        ids = (self.ids if rows is None else self.ids[rows]).contiguous()
-        columns = torch.searchsorted(ids, tokens.contiguous())
-        columns = columns.clamp_(max=ids.shape[-1] - 1)
-        return columns, ids.gather(-1, columns) == tokens
+        columns = torch.searchsorted(self.ids.contiguous(), tokens.contiguous())
+        columns = columns.clamp_(max=self.ids.shape[-1] - 1)
+        return columns, self.ids.gather(-1, columns) == tokens
 
     def of(self, tokens: Tensor) -> Tensor:
         """Probabilities of tokens int64 ``[..., S]``."""
+        if self.ids is None:
+            return self.probs.gather(-1, tokens)
         columns, found = self.find(tokens)
         return self.probs.gather(-1, columns) * found
 
@@ -227,7 +217,7 @@ def processed_probs(
     flat = logits.flatten(0, 1)
     cut = own_positions(batch.filtered_rows, steps, num_drafted)
     if batch.all_filtered:
-        found = _filter(flat if len(cut) == len(flat) else flat[cut], _params(batch, cut // steps))
+        found = _filter(flat if len(cut) == len(flat) else flat[cut], _params(batch, cut, steps))
 
         def padded(part: Tensor) -> Tensor:
             if len(part) < len(flat):
@@ -239,14 +229,18 @@ def processed_probs(
     # All tokens of padding, which nobody reads, are too many to fill.
     probs = softmax_at(flat, free, batch.temperature[free // steps])
     if batch.any_filter:
-        kept = _filter(flat[cut], _params(batch, cut // steps))
+        kept = _filter(flat[cut], _params(batch, cut, steps))
         probs.index_copy_(0, cut, kept.dense(vocab))
     return TargetProbs(probs.view(rows, steps, -1))
 
 
-def _params(batch: SamplingBatch, rows: Tensor) -> list[Tensor]:
-    """What :func:`_filter` takes, of rows."""
-    return [part[rows] for part in (batch.top_p, batch.top_k, batch.min_p, batch.temperature)]
+def _params(batch: SamplingBatch, at: Tensor, steps: int) -> list[Tensor]:
+    """What :func:`_filter` takes, of positions ``at`` of rows of ``steps`` each."""
+    params = [batch.top_p, batch.top_k, batch.min_p, batch.temperature]
+    if steps == 1 and len(at) == len(batch.greedy):
+        return params
+    rows = at // steps
+    return [part[rows] for part in params]
 
 
 def own_positions(rows: Tensor, steps: int, num_drafted: Tensor | None) -> Tensor:
@@ -260,11 +254,14 @@ def own_positions(rows: Tensor, steps: int, num_drafted: Tensor | None) -> Tenso
     Returns:
         int64 ``[N]`` of B * T, ascending.
     """
-    each = torch.arange(steps, device=rows.device)
-    at = rows[:, None] * steps + each
-    if num_drafted is None or steps == 1 or rows.device.type != "cpu":
-        return at.flatten()
-    return at[each <= num_drafted[rows][:, None]]
+    if steps == 1:
+        return rows
+    if num_drafted is None or rows.device.type != "cpu":
+        each = torch.arange(steps, device=rows.device)
+        return (rows[:, None] * steps + each).flatten()
+    counts = num_drafted.tolist()  # lists are faster than so small tensors
+    at = [row * steps + i for row in rows.tolist() for i in range(counts[row] + 1)]
+    return torch.tensor(at, dtype=torch.int64)
 
 
 def _filter(logits: Tensor, params: Sequence[Tensor], sizes: Sequence[int] = _SIZES) -> TargetProbs:
@@ -278,18 +275,29 @@ def _filter(logits: Tensor, params: Sequence[Tensor], sizes: Sequence[int] = _SI
         params: ``top_p``, ``top_k``, ``min_p`` and ``temperature``, ``[N]`` each.
         sizes: how many entries to order, and then how many instead; all at last.
     """
-    vocab, (*filters, temperature) = logits.shape[-1], params
+    vocab = logits.shape[-1]
     size = sizes[0] if sizes and sizes[0] < vocab else vocab
-    ordered, order = top_probs(logits, temperature, size)
-    kept = ordered * keep_mask(ordered, *filters)
-    kept /= kept.cumsum(-1)[..., -1:]
-    if size == vocab:
-        return TargetProbs(torch.zeros_like(kept).scatter_(-1, order, kept))
-    # In the tokens' order a draw takes the same token from the candidates as from all tokens.
-    ids, places = order.sort(dim=-1)
-    found = TargetProbs(kept.gather(-1, places), ids)
-    top_k = filters[1]
-    wide = (top_k > size) & ((kept[..., -1] > 0) | (top_k < vocab))
+    kernels = kernels_for(logits.device, logits.dtype)
+    if kernels is not None and size < vocab:
+        probs, ids, wide = kernels.keep_top(logits, params, size)
+        found = TargetProbs(probs, ids)
+    else:
+        *filters, temperature = params
+        scores = logits.float()
+        # Not topk, which may take another of several equal tokens in another batch.
+        order = scores.argsort(dim=-1, descending=True, stable=True)[..., :size]
+        # In doubles as the kernels: floats round a quotient of 100 by 4e-6.
+        whole = torch.softmax(scores.double() / temperature[:, None], dim=-1)
+        ordered = whole.gather(-1, order).float()
+        kept = ordered * keep_mask(ordered, *filters)
+        kept /= kept.cumsum(-1)[..., -1:]
+        if size == vocab:
+            return TargetProbs(torch.zeros_like(kept).scatter_(-1, order, kept))
+        # In the tokens' order a draw takes the same token from the candidates as from all tokens.
+        ids, places = order.sort(dim=-1)
+        found = TargetProbs(kept.gather(-1, places), ids)
+        top_k = filters[1]
+        wide = (top_k > size) & ((kept[..., -1] > 0) | (top_k < vocab))
     if not bool(wide.any()):
         return found
     more = _filter(logits[wide], [own[wide] for own in params], sizes[1:])
@@ -317,17 +325,27 @@ def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
     Returns:
         int64 ``[...]``.
     """
-    flat = weights.flatten(0, -2)
-    drawn = kernels.draw(flat, torch.arange(len(flat)), generator)
-    if drawn is None:
-        sums = flat.cumsum(dim=-1, dtype=torch.float64)
-        total = sums[:, -1:]
-        at = torch.rand(total.shape, generator=generator, dtype=torch.float64, device=flat.device)
-        # A product that rounds up to the total would lie beyond the last entry.
-        at = torch.minimum(at * total, torch.nextafter(total, torch.zeros_like(total)))
-        # NaN weights give an index past the end, which must not reach an embedding.
-        drawn = torch.searchsorted(sums, at, right=True).clamp(max=flat.shape[-1] - 1)
-    return drawn.view(weights.shape[:-1])
+    shape = *weights.shape[:-1], 1
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device=weights.device)
+    return invert(weights, uniform.squeeze(-1))
+
+
+def invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The entry in which ``uniform`` of the weights' sum is reached, see :func:`draw`.
+
+    Args:
+        weights: float32 ``[..., V]``.
+        uniform: float64 ``[...]``, in [0, 1).
+
+    Returns:
+        int64 ``[...]``.
+    """
+    sums = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = sums[..., -1:]
+    # A product that rounds up to the total would lie beyond the last entry.
+    at = torch.minimum(uniform[..., None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # NaN weights give an index past the end, which must not reach an embedding.
+    return torch.searchsorted(sums, at, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
 
 
 @inference

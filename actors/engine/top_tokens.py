@@ -92,28 +92,6 @@ def top_logits_of(parts: Sequence[Tensor], size: int) -> tuple[Tensor, Tensor, T
     return values, ids, scores.logsumexp(dim=-1)
 
 
-def top_probs(logits: Tensor, temperature: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the K largest entries of ``softmax(logits / temperature)``, descending.
-
-    Args:
-        logits: float ``[N, V]``.
-        temperature: float32 ``[N]``.
-        size: K, reduced to V if larger; V sorts, which takes as long as a forward.
-
-    Returns:
-        float32 probabilities and int64 ids ``[N, K]``.
-    """
-    kernels = kernels_for(logits.device, logits.dtype)
-    if kernels is not None and size < logits.shape[-1]:
-        return kernels.top_probs(logits, temperature, size)
-    scores = logits.float()
-    # Not topk, which may take another of several equal tokens in another batch.
-    ids = scores.argsort(dim=-1, descending=True, stable=True)[..., :size]
-    # In doubles as the kernels: floats round a quotient of 100 by 4e-6.
-    probs = torch.softmax(scores.double() / temperature[:, None], dim=-1)
-    return probs.gather(-1, ids).float(), ids
-
-
 def softmax_at(logits: Tensor, rows: Tensor, temperature: Tensor) -> Tensor:
     """Return ``softmax(logits / temperature)`` of some rows; the others' entries are arbitrary.
 

@@ -24,7 +24,7 @@ from paceline.actors.engine.native import kernels
 from paceline.actors.engine.sampling import (
     SamplingBatch,
     TargetProbs,
-    draw,
+    invert,
     own_positions,
     processed_probs,
 )
@@ -295,25 +295,6 @@ def residual(target_probs: Tensor, support_ids: Tensor, support_probs: Tensor) -
     return torch.where(empty, target_probs, difference)
 
 
-def draw_residual(
-    weights: Tensor, rows: Tensor, columns: Tensor, amounts: Tensor, generator: torch.Generator
-) -> Tensor:
-    """Draw from :func:`residual` of some rows, without a copy of them where there are kernels.
-
-    Args:
-        weights: float32 ``[M, K]``.
-        rows: int64 ``[N]`` of the M, each once.
-        columns: int64 ``[N, S]``, the draft's support.
-        amounts: float32 ``[N, S]``, q on it.
-        generator: source of randomness.
-
-    Returns:
-        int64 ``[N]``.
-    """
-    drawn = kernels.draw(weights, rows, generator, (columns, amounts))
-    return draw(residual(weights[rows], columns, amounts), generator) if drawn is None else drawn
-
-
 def _deterministic_tokens(
     logits: Tensor,
     probs: TargetProbs,
@@ -338,27 +319,47 @@ def _sample_unseeded(
     probs: TargetProbs, proposal: Proposal, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Speculative sampling of R unseeded rows: accepted counts and final tokens, ``[R]`` each."""
+    (rows, drafted), device = proposal.token_ids.shape, proposal.token_ids.device
+    shape = rows, drafted + 1
+    uniform = torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
+    drafts = proposal.token_ids, proposal.num_drafted, proposal.support_ids, proposal.support_probs
+    found = kernels.sample(probs.probs, probs.ids, drafts, uniform)
+    return found if found is not None else speculative_sample(probs, proposal, uniform)
+
+
+def speculative_sample(
+    probs: TargetProbs, proposal: Proposal, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Accept each draft token with probability min(1, p/q), and draw one behind the accepted ones.
+
+    Args:
+        probs: p, ``[R, k + 1, K]``.
+        proposal: the draft tokens of R rows.
+        uniform: float64 ``[R, k + 1]``, in [0, 1): of the draft tokens, and of the last draw.
+
+    Returns:
+        accepted counts and final tokens, int64 ``[R]`` each.
+    """
     rows, drafted = proposal.token_ids.shape
     device = proposal.token_ids.device
     index = torch.arange(rows, device=device)
-    flat = probs.flatten()
     if drafted == 0:
-        return torch.zeros_like(index), flat.tokens(draw(flat.probs, generator))
+        at = probs[:, 0]
+        return torch.zeros_like(index), at.tokens(invert(at.probs, uniform[:, 0]))
     p_draft = probs[:, :drafted].of(proposal.token_ids.unsqueeze(-1)).squeeze(-1)
-    uniform = torch.rand((rows, drafted), generator=generator, device=device, dtype=torch.float64)
     inside = torch.arange(drafted, device=device) < proposal.num_drafted[:, None]
     # q = 0 cannot be drafted; padding must not divide by it.
     q_draft = proposal.draft_probs.masked_fill(~inside, 1.0)
-    accepted = inside & (uniform < acceptance_probability(p_draft.double(), q_draft.double()))
-    num_accepted = leading_true(accepted)
-    at, last = index * (drafted + 1) + num_accepted, num_accepted.clamp(max=drafted - 1)
-    # A draft token that is no candidate has p = 0, and leaves no residual, nor do accepted ones.
-    columns, less = flat.find(proposal.support_ids[index, last], at)
-    less &= (num_accepted < proposal.num_drafted)[:, None]
-    drawn = draw_residual(
-        flat.probs, at, columns, proposal.support_probs[index, last] * less, generator
-    )
-    return num_accepted, flat.tokens(drawn, at)
+    chance = acceptance_probability(p_draft.double(), q_draft.double())
+    num_accepted = leading_true(inside & (uniform[:, :-1] < chance))
+    at = probs[index, num_accepted]
+    rejected = num_accepted < proposal.num_drafted
+    last = num_accepted.clamp(max=drafted - 1)
+    # A draft token that is no candidate has p = 0, and leaves no residual.
+    columns, found = at.find(proposal.support_ids[index, last])
+    recovered = residual(at.probs, columns, proposal.support_probs[index, last] * found)
+    weights = torch.where(rejected[:, None], recovered, at.probs)
+    return num_accepted, at.tokens(invert(weights, uniform[:, -1]))
 
 
 def rejection_sample(

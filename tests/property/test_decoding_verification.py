@@ -27,6 +27,7 @@ from paceline.actors.speculation.rejection_sampler import (
     acceptance_probability,
     rejection_sample,
     residual,
+    speculative_sample,
 )
 
 WEIGHTS = st.one_of(st.just(0.0), st.floats(1e-30, 1e-6), st.floats(0.01, 1.0))
@@ -202,13 +203,19 @@ def test_candidates_are_accepted_and_drawn_as_if_all_tokens_were(
     batch = make_sampling_batch(params, "cpu")
     proposal = _drafted(logits, 6, seed) if k else Proposal.empty(rows, logits.device)
     kept = processed_probs(logits, batch)
-    whole = TargetProbs(kept.dense(vocab))
+    before = kept.dense(vocab)
+    whole = TargetProbs(before.clone())
     found, expected = (
         _sample_unseeded(probs, proposal, torch.Generator().manual_seed(seed))
         for probs in (kept, whole)
     )
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
+    uniform = torch.rand(
+        (rows, k + 1), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    for other in (expected, speculative_sample(kept, proposal, uniform)):
+        assert torch.equal(found[0], other[0])
+        assert torch.equal(found[1], other[1])
+    assert torch.equal(kept.dense(vocab), before)
 
     seeded = [replace(own, seed=seed + i) for i, own in enumerate(params)]
     positions = torch.arange(rows)
@@ -235,6 +242,46 @@ def test_candidates_are_accepted_and_drawn_as_if_all_tokens_were(
         )
         first = proposal.token_ids[i, 0] if crowd.num_accepted[i] else crowd.final_tokens[i]
         assert int(alone.final_tokens[0]) == int(first)
+
+
+@pytest.mark.parametrize("size", [1, 3, 64, 511, 512, 513, 5000])
+def test_kernels_draw_by_the_cumulative_sum(size: int) -> None:
+    weights = torch.rand(200, 1, size, generator=torch.Generator().manual_seed(size)) ** 8
+    weights[:, :, 1::3] = 0.0
+    weights[:50, :, : size // 2] = 0.0
+    probs, nothing = TargetProbs(weights), Proposal.empty(200, weights.device)
+    _, drawn = _sample_unseeded(probs, nothing, torch.Generator().manual_seed(5))
+    uniform = torch.rand((200, 1), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    assert torch.equal(drawn, speculative_sample(probs, nothing, uniform)[1])
+
+
+def test_kernels_draw_what_a_draft_leaves() -> None:
+    """Of p = q nothing is left; a token of the support is there twice, as padding is."""
+    p = torch.tensor([0.25, 0.25, 0.0, 0.5]).repeat(400, 2, 1)
+    p[200:, 0] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    support = torch.tensor([0, 1, 3, 0]).expand(400, 1, 4)
+    q = torch.tensor([0.25, 0.25, 0.5, 0.0]).expand(400, 1, 4)
+    # What p = q leaves is a draw of p: the token that it rejects has to be one that p has not.
+    tokens = torch.tensor([2] * 200 + [0] * 200)[:, None]
+    proposal = Proposal(tokens, torch.ones(400, dtype=torch.int64), q[..., 0], support, q)
+    before = p.clone()
+    taken, final = _sample_unseeded(TargetProbs(p), proposal, torch.Generator().manual_seed(3))
+    assert torch.equal(p, before)
+    assert taken[:200].tolist() == [0] * 200
+    assert set(final[:200].tolist()) == {0, 1, 3}
+    rejected = final[200:][taken[200:] == 0]
+    assert len(rejected) > 50
+    assert set(rejected.tolist()) == {2}
+    uniform = torch.rand((400, 2), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    expected = speculative_sample(TargetProbs(p), proposal, uniform)
+    assert torch.equal(taken, expected[0])
+    assert torch.equal(final, expected[1])
+
+
+def test_what_is_no_number_draws_a_token_all_the_same() -> None:
+    probs = TargetProbs(torch.full((2, 1, 700), torch.nan))
+    nothing = Proposal.empty(2, probs.probs.device)
+    assert _sample_unseeded(probs, nothing, torch.Generator())[1].tolist() == [699, 699]
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["unseeded", "seeded"])

@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.actors.engine import top_tokens
+from paceline.actors.engine import sampling, top_tokens
+from paceline.actors.engine.request import SamplingParams
+from paceline.actors.engine.sampling import make_sampling_batch, processed_probs
 from paceline.actors.engine.top_tokens import (
     accept_greedy,
     most_probable,
     most_probable_into,
     top_logits,
     top_logits_of,
-    top_probs,
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -71,33 +72,55 @@ def test_top_logits_are_ordered_and_sum_over_all(values: Tensor, size: int) -> N
 
 @settings(deadline=None)
 @given(logits(3, 1), st.sampled_from([0.05, 0.2, 1.0, 1.7]), st.integers(1, 80))
-def test_top_probs_are_the_softmax_at_a_temperature(
+def test_top_k_keeps_the_softmax_at_a_temperature_of_the_first_ones(
     values: Tensor, temperature: float, size: int
 ) -> None:
-    values = values[:, 0]
-    probs, ids = top_probs(values, torch.tensor([temperature, 1.0, temperature]), size)
+    temperatures = torch.tensor([temperature, 1.0, temperature])
+    params = [SamplingParams(9, temperature=t, top_k=size) for t in temperatures.tolist()]
+    probs = processed_probs(values, make_sampling_batch(params, "cpu")).dense(values.shape[-1])
 
-    scaled = values.double() / torch.tensor([temperature, 1.0, temperature]).double()[:, None]
-    whole, size = scaled.softmax(-1), min(size, values.shape[-1])
-    assert torch.allclose(probs.double(), whole.gather(-1, ids), rtol=4e-6, atol=1e-37)
-    assert torch.equal(ids, scaled.sort(dim=-1, descending=True, stable=True).indices[:, :size])
-    assert torch.equal(probs[values.gather(-1, ids) == -torch.inf].sum(), torch.tensor(0.0))
+    values = values[:, 0]
+    scaled = values.double() / temperatures.double()[:, None]
+    first = scaled.sort(dim=-1, descending=True, stable=True).indices[:, :size]
+    kept = torch.zeros_like(scaled).scatter(-1, first, scaled.softmax(-1).gather(-1, first))
+    expected = kept / kept.sum(-1, keepdim=True)
+    assert torch.allclose(probs[:, 0].double(), expected, rtol=5e-6, atol=1e-37)
+    assert (probs[:, 0][values == -torch.inf] == 0.0).all()
+
+
+KEPT = [{"top_p": 0.9137, "temperature": 0.2}, {"top_k": 70, "top_p": 0.6871}, {"min_p": 0.0931}]
+
+
+@settings(deadline=None)
+@given(logits(3, 2), st.permutations(KEPT), st.sampled_from([(0, 0, 0), (1, 0, 1)]))
+def test_filters_keep_the_same_without_kernels(
+    values: Tensor, filters: list[dict[str, float]], drafted: tuple[int, ...]
+) -> None:
+    batch = make_sampling_batch([SamplingParams(9, **own) for own in filters], "cpu")  # type: ignore[arg-type]
+    own = torch.arange(2) <= torch.tensor(drafted)[:, None]
+    given = values, batch, torch.tensor(drafted)
+    found = processed_probs(*given).dense(values.shape[-1])[own]
+    with patch.object(sampling, "kernels_for", lambda *_: None):
+        expected = processed_probs(*given).dense(values.shape[-1])[own]
+    assert torch.equal(found > 0, expected > 0)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=0.0)
 
 
 @settings(deadline=None)
 @given(logits(3, 1))
 def test_wider_logits_of_the_same_values_give_the_same_bits(values: Tensor) -> None:
+    params = [SamplingParams(9, **own) for own in KEPT]  # type: ignore[arg-type]
+    kept = [
+        processed_probs(own, make_sampling_batch(params, "cpu")).dense(values.shape[-1])
+        for own in (values, values.float())
+    ]
+    assert torch.equal(*kept)
     values = values[:, 0]
-    temperature = torch.tensor([0.2, 1.0, 1.7])
     probs, ids = torch.empty(2, 3), torch.empty(3, dtype=torch.int64)
     for logits_of_a_dtype, found in zip((values, values.float()), probs, strict=True):
         most_probable_into(logits_of_a_dtype, ids, found)
     assert torch.equal(*probs)
-    for one, other in (
-        (top_probs(values, temperature, 64), top_probs(values.float(), temperature, 64)),
-        (top_logits(values, 64), top_logits(values.float(), 64)),
-    ):
-        assert all(map(torch.equal, one, other))
+    assert all(map(torch.equal, top_logits(values, 64), top_logits(values.float(), 64)))
 
 
 @settings(deadline=None)

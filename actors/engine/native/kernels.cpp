@@ -78,8 +78,13 @@ extern "C" int64_t model_memory_size(const Forward* f) { return model_work_size(
         finite[i] = all_finite(static_cast<const T*>(parts[p]) + blocks[i] * sizes[p], sizes[p]); \
     });                                                                                        \
   }                                                                                            \
-  extern "C" bool have_distributions_##NAME(const void* logits, int64_t n, int64_t size) {     \
-    return have_distributions(static_cast<const T*>(logits), n, size);                         \
+  extern "C" bool have_distributions_##NAME(const void* logits, int64_t n, int64_t size,         \
+                                            int64_t threads) {                                 \
+    std::atomic<bool> all{true};                                                               \
+    each(n, threads, [&](int64_t i) {                                                          \
+      if (!has_distribution(static_cast<const T*>(logits) + i * size, size)) all = false;      \
+    });                                                                                        \
+    return all;                                                                                \
   }                                                                                            \
   extern "C" void top_k_##NAME(const void* const* rows, int64_t n, int64_t size, int64_t k,    \
                                int64_t threads, int64_t* ids, float* values,                   \
@@ -89,12 +94,13 @@ extern "C" int64_t model_memory_size(const Forward* f) { return model_work_size(
             logsumexp + i);                                                                    \
     });                                                                                        \
   }                                                                                            \
-  extern "C" void top_probs_##NAME(const void* const* rows, int64_t n, int64_t size, int64_t k, \
-                                   int64_t threads, const float* temperatures, int64_t* ids,   \
-                                   float* probs) {                                             \
+  extern "C" void keep_top_##NAME(const void* logits, int64_t n, int64_t size, int64_t k,        \
+                                  const float* temperatures, const float* top_p,               \
+                                  const int64_t* top_k, const float* min_p, int64_t threads,   \
+                                  int64_t* ids, float* probs, bool* more) {                    \
     each(n, threads, [&](int64_t i) {                                                          \
-      top_probs(static_cast<const T*>(rows[i]), size, k, temperatures[i], ids + i * k,         \
-                probs + i * k);                                                                \
+      more[i] = keep_top(static_cast<const T*>(logits) + i * size, size, k, temperatures[i],   \
+                         top_p[i], top_k[i], min_p[i], ids + i * k, probs + i * k);            \
     });                                                                                        \
   }                                                                                            \
   extern "C" void softmax_at_##NAME(const void* logits, const int64_t* rows, int64_t n,          \
@@ -125,11 +131,16 @@ extern "C" void gumbel_max_rows(const float* probs, const int64_t* tokens, int64
   });
 }
 
-extern "C" void draw_rows(float* p, const int64_t* rows, int64_t n, int64_t size,
-                          const int64_t* columns, const float* q, int64_t taken,
-                          const double* uniform, int64_t threads, int64_t* drawn) {
+extern "C" void sample_rows(float* probs, const int64_t* ids, int64_t n, int64_t steps, int64_t size,
+                            const int64_t* drafts, const int64_t* drafted, const int64_t* support,
+                            const float* q, int64_t width, const double* uniform, int64_t threads,
+                            int64_t* accepted, int64_t* final_tokens) {
   each(n, threads, [&](int64_t i) {
-    drawn[i] = draw(p + rows[i] * size, size, columns + i * taken, q + i * taken, taken, uniform[i]);
+    const int64_t first = i * (steps + 1) * size, draft = i * steps;
+    const SampledRow row{probs + first, ids == nullptr ? nullptr : ids + first, size,
+                         drafts + draft, drafted[i], support + draft * width, q + draft * width,
+                         width, uniform + i * (steps + 1)};
+    accepted[i] = row.run(steps, final_tokens + i);
   });
 }
 

@@ -78,12 +78,12 @@ class Kernels:
             *(pointer, size, size, pointer),
         ]
         self._have_distributions = loaded[f"have_distributions_{NAMES[dtype]}"]
-        self._have_distributions.argtypes = [pointer, size, size]
+        self._have_distributions.argtypes = [pointer, size, size, size]
         self._have_distributions.restype = ctypes.c_bool
         self._top_k = loaded[f"top_k_{NAMES[dtype]}"]
         self._top_k.argtypes = [ctypes.POINTER(pointer), *[size] * 4, pointer, pointer, pointer]
-        self._top_probs = loaded[f"top_probs_{NAMES[dtype]}"]
-        self._top_probs.argtypes = [ctypes.POINTER(pointer), *[size] * 4, *[pointer] * 3]
+        self._keep_top = loaded[f"keep_top_{NAMES[dtype]}"]
+        self._keep_top.argtypes = [pointer, *[size] * 3, *[pointer] * 4, size, *[pointer] * 3]
         self._softmax_at = loaded[f"softmax_at_{NAMES[dtype]}"]
         self._softmax_at.argtypes = [*[pointer] * 2, *[size] * 2, pointer, size, pointer]
         self._accept = loaded[f"accept_{NAMES[dtype]}"]
@@ -96,7 +96,7 @@ class Kernels:
         self._multiply = loaded[f"multiply_{NAMES[dtype]}"]
         self._multiply.argtypes = [pointer, ctypes.POINTER(WeightStruct), size, size, pointer]
         layers = (self._add_norm, self._forward, self._rollout, self._pack, self._multiply)
-        selection = (self._top_one, self._top_k, self._top_probs, self._softmax_at, self._accept)
+        selection = (self._top_one, self._top_k, self._keep_top, self._softmax_at, self._accept)
         for function in (*layers, *selection):
             function.restype = None
         self._reads_codes = dtype is torch.bfloat16
@@ -360,8 +360,9 @@ class Kernels:
     def have_distributions(self, logits: Tensor) -> bool:
         """Whether all logits ``[..., V]`` give distributions, see top_tokens."""
         logits = logits.contiguous()
-        size = logits.shape[-1]
-        return bool(self._have_distributions(logits.data_ptr(), logits.numel() // size, size))
+        size, threads = logits.shape[-1], torch.get_num_threads()
+        rows = logits.numel() // size
+        return bool(self._have_distributions(logits.data_ptr(), rows, size, threads))
 
     def top_one(self, logits: Tensor, ids: Tensor, probs: Tensor | None = None) -> None:
         """Find the first index of the largest entry along the last axis.
@@ -408,32 +409,29 @@ class Kernels:
         )
         return values, ids, logsumexp
 
-    def top_probs(self, logits: Tensor, temperature: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k largest entries of ``softmax(logits / temperature)``, descending.
+    def keep_top(
+        self, logits: Tensor, params: Sequence[Tensor], k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Filter distributions down to at most k tokens, see sampling.py.
 
         Args:
             logits: ``[N, V]``.
-            temperature: float32 ``[N]``.
-            k: at most V.
+            params: ``top_p``, ``top_k``, ``min_p`` and ``temperature``, ``[N]`` each.
+            k: less than V.
 
         Returns:
-            float32 probabilities and int64 indices ``[N, k]``.
+            float32 probabilities and int64 ids ``[N, k]``; bool ``[N]``, whether more may be kept.
         """
-        logits, temperature = logits.contiguous(), temperature.contiguous()
-        rows = _rows_of([logits])
-        ids = torch.empty(len(rows), k, dtype=torch.int64)
-        probs = torch.empty(len(rows), k)
-        self._top_probs(
-            rows,
-            len(rows),
-            logits.shape[-1],
-            k,
-            torch.get_num_threads(),
-            temperature.data_ptr(),
-            ids.data_ptr(),
-            probs.data_ptr(),
+        logits = logits.contiguous()
+        top_p, top_k, min_p, temperature = (part.contiguous() for part in params)
+        (rows, vocab), own = logits.shape, (temperature, top_p, top_k, min_p)
+        probs, ids = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
+        more = torch.empty(rows, dtype=torch.bool)
+        self._keep_top(
+            *(logits.data_ptr(), rows, vocab, k, *(part.data_ptr() for part in own)),
+            *(torch.get_num_threads(), ids.data_ptr(), probs.data_ptr(), more.data_ptr()),
         )
-        return probs, ids
+        return probs, ids, more
 
     def softmax_at(self, logits: Tensor, rows: Tensor, temperature: Tensor) -> Tensor:
         """See top_tokens."""
@@ -502,40 +500,41 @@ def gumbel_max(probs: Tensor, keys: Tensor, ids: Tensor | None) -> Tensor | None
     return columns
 
 
-def draw(
-    weights: Tensor,
-    rows: Tensor,
-    generator: torch.Generator,
-    less: tuple[Tensor, Tensor] | None = None,
-) -> Tensor | None:
-    """Draw a column of some rows by its weight, see sampling.py; None where there are no kernels.
+def sample(
+    probs: Tensor,
+    ids: Tensor | None,
+    drafts: tuple[Tensor, Tensor, Tensor, Tensor],
+    uniform: Tensor,
+) -> tuple[Tensor, Tensor] | None:
+    """Speculative sampling, see rejection_sampler.py; None where there are no kernels.
 
     Args:
-        weights: float32 ``[M, K]``.
-        rows: int64 ``[N]`` of the M, each once.
-        generator: source of randomness.
-        less: columns int64 ``[N, S]``, and float32 ``[N, S]``, by how much their weight is less; a
-            row of which nothing positive is left is drawn from as it is.
+        probs: float32 ``[R, k + 1, K]``, of candidates.
+        ids: int64 ``[R, k + 1, K]``, which, ascending; None: all tokens.
+        drafts: tokens int64 ``[R, k]``; how many of them int64 ``[R]``; int64 and float32
+            ``[R, k, S]``, what each was drawn from.
+        uniform: float64 ``[R, k + 1]``, in [0, 1).
 
     Returns:
-        int64 ``[N]``.
+        how many are accepted, and the token behind them, int64 ``[R]`` each.
     """
-    loaded = library.load_library() if weights.device.type == "cpu" else None
+    loaded = library.load_library() if probs.device.type == "cpu" else None
     if loaded is None:
         return None
-    weights, drawn = weights.contiguous(), torch.empty_like(rows)
-    uniform = torch.rand(len(rows), generator=generator, dtype=torch.float64)
-    columns, amounts = (rows, weights) if less is None else (part.contiguous() for part in less)
-    loaded.draw_rows(
-        *map(ctypes.c_void_p, (weights.data_ptr(), rows.data_ptr())),
-        *map(ctypes.c_int64, (len(rows), weights.shape[-1])),
-        *map(ctypes.c_void_p, (columns.data_ptr(), amounts.data_ptr())),
-        ctypes.c_int64(0 if less is None else columns.shape[-1]),
+    probs, ids = probs.contiguous(), None if ids is None else ids.contiguous()
+    tokens, counts, support, q = (part.contiguous() for part in drafts)
+    accepted, final = torch.empty_like(counts), torch.empty_like(counts)
+    rows, steps, width = support.shape
+    loaded.sample_rows(
+        *(ctypes.c_void_p(None if part is None else part.data_ptr()) for part in (probs, ids)),
+        *map(ctypes.c_int64, (rows, steps, probs.shape[-1])),
+        *(ctypes.c_void_p(part.data_ptr()) for part in (tokens, counts, support, q)),
+        ctypes.c_int64(width),
         ctypes.c_void_p(uniform.data_ptr()),
         ctypes.c_int64(torch.get_num_threads()),
-        ctypes.c_void_p(drawn.data_ptr()),
+        *(ctypes.c_void_p(part.data_ptr()) for part in (accepted, final)),
     )
-    return drawn
+    return accepted, final
 
 
 @functools.cache

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <functional>
+#include <numeric>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "numbers.h"
@@ -58,21 +61,18 @@ void top_one(const T* logits, int64_t n, int64_t size, int64_t* ids, float* prob
   }
 }
 
-// Whether n rows of logits each give a distribution: no NaN, no +inf, and something but -inf.
+// Whether a row of logits gives a distribution: no NaN, no +inf, and something but -inf.
 template <class T>
-bool have_distributions(const T* logits, int64_t n, int64_t size) {
+bool has_distribution(const T* logits, int64_t size) {
   constexpr float infinity = std::numeric_limits<float>::infinity();
-  for (int64_t row = 0; row < n; ++row, logits += size) {
-    int32_t broken = 0, some = 0;
+  int32_t broken = 0, some = 0;
 #pragma omp simd reduction(| : broken, some)
-    for (int64_t i = 0; i < size; ++i) {
-      const float x = widen(logits[i]);
-      broken |= !(x < infinity);
-      some |= x > -infinity;
-    }
-    if (broken || !some) return false;
+  for (int64_t i = 0; i < size; ++i) {
+    const float x = widen(logits[i]);
+    broken |= !(x < infinity);
+    some |= x > -infinity;
   }
-  return true;
+  return !broken && some;
 }
 
 // Finds the k largest entries of a row, descending, equal ones in order.
@@ -135,6 +135,30 @@ void top_probs(const T* logits, int64_t size, int64_t k, float temperature, int6
     probs[i] = std::exp((double{probs[i]} - largest) / temperature) / sum;
 }
 
+// Keeps of a row's `k` most probable tokens what top_k, top_p and min_p keep, see keep_mask in
+// sampling.py, which is the first of them: ids ascending, the last one again where fewer are kept, and
+// probabilities that sum to 1, zeros there. Returns whether more than k may have to be kept.
+template <class T>
+bool keep_top(const T* logits, int64_t size, int64_t k, float temperature, float top_p, int64_t top_k,
+              float min_p, int64_t* ids, float* probs) {
+  top_probs(logits, size, k, temperature, ids, probs);
+  const int64_t within = std::min(top_k, k);
+  const double all = top_k > k ? 1.0 : std::accumulate(probs, probs + within, 0.0);
+  double sum = probs[0];
+  int64_t kept = 1;
+  // top_p = 1 keeps everything, however the sum rounds.
+  while (kept < within && (top_p >= 1.0f || sum / all < top_p) && probs[kept] >= min_p * probs[0])
+    sum += probs[kept++];
+  const bool more = top_k > k && ((kept == k && probs[k - 1] > 0.0f) || top_k < size);
+  std::vector<std::pair<int64_t, float>> ordered(kept);
+  for (int64_t i = 0; i < kept; ++i) ordered[i] = {ids[i], static_cast<float>(probs[i] / sum)};
+  std::sort(ordered.begin(), ordered.end());  // so a draw takes the same token as from all of them
+  for (int64_t i = 0; i < kept; ++i) std::tie(ids[i], probs[i]) = ordered[i];
+  std::fill(ids + kept, ids + k, ids[kept - 1]);
+  std::fill(probs + kept, probs + k, 0.0f);
+  return more;
+}
+
 // The softmax of a row at a temperature. Sums blocks by vectors of floats, whatever T is: see `total`.
 template <class T>
 void softmax_at(const T* logits, int64_t size, float temperature, float* probs) {
@@ -159,27 +183,21 @@ void softmax_at(const T* logits, int64_t size, float temperature, float* probs) 
   });
 }
 
-// Draws one of `size` columns by p - q where that is positive or, if it is nowhere, by p: the first at
-// which the sum from the first one on, in doubles, exceeds `uniform`, in [0, 1), of the whole. A column
-// without weight is never drawn; NaNs draw the last one.
-//
-// q is given at `taken` columns, of which some may be the same. p is changed meanwhile.
-inline int64_t draw(float* p, int64_t size, const int64_t* columns, const float* q, int64_t taken,
-                    double uniform) {
+// Draws one of `size` columns by weight: the first at which the sum from the first one on, in doubles,
+// exceeds `uniform`, in [0, 1), of the whole. A column without weight is never drawn; if there is none
+// with any, it is -1. NaNs draw the last one.
+inline int64_t draw(const float* weights, int64_t size, double uniform) {
   constexpr int64_t kBlock = 512;
-  std::vector<float> held(taken);
-  for (int64_t i = 0; i < taken; ++i) held[i] = p[columns[i]], p[columns[i]] -= q[i];
-  for (int64_t i = 0; i < taken; ++i) p[columns[i]] = std::max(p[columns[i]], 0.0f);
   std::vector<double> sums((size + kBlock - 1) / kBlock);
   double whole = 0.0;
   for (int64_t start = 0; start < size; start += kBlock) {
     const int64_t count = std::min(kBlock, size - start);
     double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; ++i) sum += p[start + i];
+    for (int64_t i = 0; i < count; ++i) sum += weights[start + i];
     whole += sums[start / kBlock] = sum;
   }
-  const bool empty = whole <= 0.0;
+  if (whole <= 0.0) return -1;
   const double at = std::min(uniform * whole, std::nextafter(whole, 0.0));
   // The block in which the sum exceeds it or, however sums round, the last one with any weight.
   int64_t block = -1, drawn = size - 1;
@@ -188,12 +206,69 @@ inline int64_t draw(float* p, int64_t size, const int64_t* columns, const float*
     if (!(sums[b] > 0.0)) continue;
     block = b, before = reached, reached += sums[b];
   }
-  if (block >= 0)
-    for (int64_t i = block * kBlock; i < std::min((block + 1) * kBlock, size) && before <= at; ++i)
-      if (p[i] > 0.0f) before += p[i], drawn = i;
-  for (int64_t i = taken - 1; i >= 0; --i) p[columns[i]] = held[i];
-  return empty && taken > 0 ? draw(p, size, columns, q, 0, uniform) : drawn;
+  if (block < 0) return drawn;
+  const int64_t end = std::min((block + 1) * kBlock, size);
+  for (int64_t i = block * kBlock; i < end && before <= at; ++i)
+    if (weights[i] > 0.0f) before += weights[i], drawn = i;
+  return drawn;
 }
+
+// Speculative sampling of one row, see rejection_sampler.py.
+struct SampledRow {
+  float* probs;           // [steps + 1, size], of candidates; changed meanwhile
+  const int64_t* ids;     // [steps + 1, size], ascending; null: all tokens
+  int64_t size;
+  const int64_t* drafts;  // [drafted]
+  int64_t drafted;
+  const int64_t* support;  // [drafted, width], what the draft drew from
+  const float* q;          // and with which probabilities
+  int64_t width;
+  const double* uniform;  // [steps], and then one for the last draw
+
+  // The column of a token, -1 if it is no candidate.
+  int64_t column(int64_t step, int64_t token) const {
+    if (ids == nullptr) return token;
+    const int64_t *first = ids + step * size, *found = std::lower_bound(first, first + size, token);
+    return found != first + size && *found == token ? found - first : -1;
+  }
+
+  bool accepts(int64_t step) const {
+    const int64_t at = column(step, drafts[step]);
+    const double p = at < 0 ? 0.0 : probs[step * size + at];
+    float drafted_q = 0.0f;
+    for (int64_t i = step * width; i < (step + 1) * width; ++i)
+      if (support[i] == drafts[step]) drafted_q += q[i];
+    // q = 0 cannot be drafted, and must not be divided by.
+    return p >= drafted_q ? p > 0.0 : uniform[step] < p / drafted_q;
+  }
+
+  // Draws by max(0, p - q) after a rejection, or by p if that is 0 everywhere.
+  int64_t recover(int64_t step, double at) const {
+    float* p = probs + step * size;
+    std::vector<std::pair<int64_t, float>> held;  // a token may be there several times
+    for (int64_t i = step * width; i < (step + 1) * width; ++i) {
+      const int64_t own = column(step, support[i]);
+      if (own < 0) continue;
+      held.emplace_back(own, p[own]);
+      p[own] -= q[i];
+    }
+    for (const auto& [own, before] : held) p[own] = std::max(p[own], 0.0f);
+    const int64_t drawn = draw(p, size, at);
+    for (auto one = held.rbegin(); one != held.rend(); ++one) p[one->first] = one->second;
+    return drawn < 0 ? draw(p, size, at) : drawn;
+  }
+
+  // Returns how many drafts are accepted, and finds the token behind them.
+  int64_t run(int64_t steps, int64_t* final_token) const {
+    int64_t accepted = 0;
+    while (accepted < drafted && accepts(accepted)) ++accepted;
+    const int64_t drawn = accepted < drafted ? recover(accepted, uniform[steps])
+                                             : draw(probs + accepted * size, size, uniform[steps]);
+    const int64_t at = std::max(drawn, int64_t{0});
+    *final_token = ids == nullptr ? at : ids[accepted * size + at];
+    return accepted;
+  }
+};
 
 // The column of the largest log p + G, where G is the Gumbel noise of `token` in gumbel.py: that of the
 // largest p / -log u. Most columns are smaller even with 1 - u, which is at most -log u.

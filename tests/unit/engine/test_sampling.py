@@ -15,7 +15,6 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from paceline.actors.engine.native import kernels
 from paceline.actors.engine.request import SamplingParams
 from paceline.actors.engine.sampling import (
     SamplingBatch,
@@ -24,7 +23,6 @@ from paceline.actors.engine.sampling import (
     processed_probs,
 )
 from paceline.actors.engine.top_tokens import softmax_at
-from paceline.actors.speculation.rejection_sampler import draw_residual
 
 
 def distributions(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -154,43 +152,6 @@ def test_draw_never_draws_a_zero() -> None:
     weights = torch.tensor([0.0, 1e-30, 0.0]).expand(1000, 3)
     drawn = draw(weights, torch.Generator().manual_seed(0))
     assert (drawn == 1).all()
-
-
-def test_draw_from_what_is_no_number_is_a_token_all_the_same() -> None:
-    assert draw(torch.full((2, 700), torch.nan), torch.Generator()).tolist() == [699, 699]
-
-
-@pytest.mark.parametrize("size", [1, 3, 64, 511, 512, 513, 5000])
-def test_kernels_draw_by_the_cumulative_sum(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    random = torch.Generator().manual_seed(size)
-    weights = torch.rand(200, size, generator=random) ** 8
-    weights[:, 1::3] = 0.0
-    weights[:50, : size // 2] = 0.0
-    found = draw(weights, torch.Generator().manual_seed(5))
-    monkeypatch.setattr(kernels, "draw", lambda *_: None)
-    assert torch.equal(draw(weights, torch.Generator().manual_seed(5)), found)
-
-
-@pytest.mark.parametrize("size", [3, 600])
-def test_kernels_draw_from_the_residual(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of chosen rows; of the first nothing is left; a column is there twice, as padding is."""
-    random = torch.Generator().manual_seed(size)
-    weights = torch.rand(90, size, generator=random)
-    weights /= weights.sum(-1, keepdim=True)
-    rows = torch.arange(1, 90, 2)
-    columns = torch.randint(size, (len(rows), 4), generator=random)
-    columns[:, 3] = columns[:, 2]
-    amounts = torch.rand(len(rows), 4, generator=random) * 2 / size
-    amounts[:, 3] = 0.0
-    weights[1] = 0.0
-    weights[1, columns[0, :2]] = amounts[0, :2] = 0.5
-    before = weights.clone()
-    given = weights, rows, columns, amounts
-    found = draw_residual(*given, torch.Generator().manual_seed(7))
-    assert torch.equal(weights, before)
-    assert found[0] in columns[0, :2]
-    monkeypatch.setattr(kernels, "draw", lambda *_: None)
-    assert torch.equal(draw_residual(*given, torch.Generator().manual_seed(7)), found)
 
 
 @pytest.mark.parametrize("size", [5, 512, 49_153])
