@@ -22,7 +22,7 @@ from paceline.actors.replay.host import ShardHost, ShardHostHandle, remove_recor
 from paceline.actors.training.permits import TrainerIdentity
 from paceline.actors.training.progress import TrainerStatus
 from paceline.actors.training.scorer import Scorer, ScorerTable
-from paceline.actors.training.synthetic.generator import SyntheticPrompts
+from paceline.actors.training.synthetic.generator import SyntheticAnswers
 from paceline.actors.training.trainer import Trainer, TrainerHandle
 from paceline.actors.weights.state_folder import fingerprints
 from paceline.actors.weights.subscriber import RegistryHandle
@@ -51,7 +51,6 @@ from paceline.deploy.config.learning_settings import (
     synthetic_settings,
     trainer_settings,
 )
-from paceline.deploy.errors import ConfigError
 from paceline.deploy.monitoring.exporter import Exporter, RaySink, Sample, metered
 from paceline.deploy.monitoring.samples import (
     registry_samples,
@@ -63,7 +62,6 @@ from paceline.deploy.monitoring.samples import (
 if TYPE_CHECKING:
     from paceline.actors.training.expert_evaluation import ExpertEvaluator
     from paceline.actors.training.settings import ScorerSettings
-    from paceline.actors.training.synthetic.prompts import SyntheticSettings
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +188,7 @@ def trainer_options(config: PacelineConfig) -> dict[str, Any]:
 
 
 class TrainerActor(Trainer):
-    """A trainer; the first one also runs the scorer and makes synthetic prompts.
+    """A trainer; the first one also runs the scorer and makes synthetic records.
 
     It finds the other actors by name: handles among the arguments would be objects that a restart
     may not find.
@@ -209,7 +207,6 @@ class TrainerActor(Trainer):
         with ThreadPoolExecutor(1, initializer=lower_priority) as beside:
             settings = beside.submit(trainer_settings, config).result()
             evaluator = beside.submit(load_evaluator, config).result() if name == TRAINER else None
-            synthetic = beside.submit(_synthetic, config).result() if name == TRAINER else None
         start_worker = worker_starter(
             settings.num_threads, settings.group_timeout_s, rank_options(config)
         )
@@ -220,9 +217,9 @@ class TrainerActor(Trainer):
             settings, shards, registry, scheduler, start_worker, node_address(), identity
         )
         self._scorer = None if evaluator is None else Scorer(*evaluator, registry, scheduler)
-        self._synthetic: SyntheticPrompts | None = None
-        if synthetic is not None:
-            self._synthetic = SyntheticPrompts(
+        self._synthetic: SyntheticAnswers | None = None
+        if name == TRAINER and (synthetic := synthetic_settings(config)) is not None:
+            self._synthetic = SyntheticAnswers(
                 synthetic, shards, registry, scheduler, _target_handle
             )
         self._exporter = Exporter(self._samples, RaySink(metrics)).start()
@@ -231,7 +228,7 @@ class TrainerActor(Trainer):
         return trainer_samples(self.status(), self.table())
 
     def status(self) -> TrainerStatus:
-        """See Trainer; with the status of the prompt generator."""
+        """See Trainer; with the status of what makes synthetic records."""
         synthetic = None if self._synthetic is None else self._synthetic.status()
         return replace(super().status(), synthetic=synthetic)
 
@@ -285,14 +282,6 @@ def load_evaluator(
         return settings, ExpertEvaluator(settings)
     except Exception:
         logger.warning("experts are not evaluated, topics go to their own", exc_info=True)
-        return None
-
-
-def _synthetic(config: PacelineConfig) -> "SyntheticSettings | None":
-    try:
-        return synthetic_settings(config)
-    except ConfigError:
-        logger.warning("no synthetic prompts are made, training goes on", exc_info=True)
         return None
 
 

@@ -44,7 +44,6 @@ from paceline.actors.training.forward import load_trainable
 from paceline.actors.training.optimizer_state import load_checkpoint, save_checkpoint
 from paceline.actors.training.settings import DistillerSettings
 from paceline.actors.training.shares import make_shares
-from paceline.actors.training.synthetic.prompts import synthetic_prompt
 from paceline.actors.weights.eagle import (
     BASIS,
     VOCABULARY,
@@ -66,6 +65,7 @@ _FIRST_RECORDS = 192  # before training starts and the vocabulary is chosen
 _GENERATING = 0.35  # share of the time
 _HELD_OUT = 0.06
 _PROMPT_TOKENS, _ANSWER_TOKENS = 96, 192
+_LEAST_PROMPT = 2  # made-up tokens
 _CONTEXT = 512
 _TEMPERATURE = 0.8  # of every other answer; the others are greedy
 # Of learning: at its highest, that of a draft that has learnt before, and the share at the end.
@@ -184,7 +184,7 @@ class DraftMaker:
         lock_folder(self._work, 0.0)
         torch.set_num_threads(settings.num_threads)
         self._tokenizer = load_tokenizer(settings.target)
-        self._marks = turn_marks(self._tokenizer)
+        self._cue = turn_marks(self._tokenizer).cue
         self._first_turn = first_turn(self._tokenizer)
         self.start = settings.start
         self._elapsed = self._generated = 0.0  # seconds, of all and of generation
@@ -292,9 +292,8 @@ class DraftMaker:
         texts = self._answers([self._prompt_request(i) for i in range(self._prompts)])
         requests: list[GenerationRequest] = []
         for request, tokens, _ in texts:
-            start = request.prompt_token_ids
-            prompt = synthetic_prompt(start, tokens, self._marks)
-            if prompt is not None:
+            if len(tokens) > _LEAST_PROMPT and tokens[-1] == self._cue[0]:  # it ended the text
+                prompt = (*request.prompt_token_ids, *tokens[:-1], *self._cue)
                 requests.append(self._answer_request(prompt, len(requests)))
         records = [record for _, _, record in self._answers(requests) if record is not None]
         packed = msgpack.packb([encode(record) for record in records])
@@ -307,9 +306,7 @@ class DraftMaker:
         opening = _OPENINGS[int(self._rng.integers(len(_OPENINGS)))]
         words = self._tokenizer(opening, add_special_tokens=False)["input_ids"]
         start = (*self._first_turn, *(words if index % 3 else ()))
-        sampling = SamplingParams(
-            _PROMPT_TOKENS, temperature=1.0, stop_token_ids=self._marks.cue[:1]
-        )
+        sampling = SamplingParams(_PROMPT_TOKENS, temperature=1.0, stop_token_ids=self._cue[:1])
         return GenerationRequest(f"p{index}", start, sampling, draft=GENERAL, recorded=False)
 
     def _answer_request(self, prompt: tuple[int, ...], index: int) -> GenerationRequest:

@@ -29,12 +29,9 @@ class Diverged(Exception):  # noqa: N818 - not an error: the candidate is reset
 
 @dataclass(frozen=True, slots=True)
 class SyntheticStatus:
-    """Counts of the prompt generator, see SyntheticPromptGenerator, and its failures."""
+    """Counts of the SyntheticAnswerGenerator, and its failures."""
 
     made: int
-    unfinished: int
-    unsuited: int
-    refused: int
     yielded: int
     failures: int = 0
     last_error: str | None = None
@@ -59,7 +56,7 @@ class TrainerStatus:
         alive: whether the training thread runs.
         pid: of the process.
         started: unix seconds.
-        synthetic: of the prompt generator in the same process, None without one.
+        synthetic: of what makes synthetic records in the same process, None without one.
         vocabulary_coverage: by topic, see ``Candidate.coverage``, at the topic's last round.
     """
 

@@ -30,7 +30,7 @@ from paceline.actors.replay.shard import Journal
 from paceline.actors.speculation.pending_updates import SwapWeights
 from paceline.actors.speculation.proposer import INITIAL_SUFFIX
 from paceline.actors.training.settings import TrainerSettings
-from paceline.actors.training.synthetic.generator import SyntheticPromptGenerator
+from paceline.actors.training.synthetic.generator import SyntheticAnswerGenerator
 from paceline.actors.training.training_loop import RULES
 from paceline.deploy.config.learning_settings import (
     replay_settings,
@@ -149,24 +149,23 @@ class Lab:
     ) -> Iterator[tuple[Learner, SyntheticRecords | None]]:
         """A learner of these experts, with what makes its synthetic records, if it wants any."""
         more: dict[str, Any] = {"replay": replay_settings(self.config)}
-        synthetic = self._synthetic(experts, learning) if learning.synthetic else None
+        synthetic = self._synthetic(learning) if learning.synthetic else None
         if synthetic is not None:
             more["before_round"] = synthetic.fill
         with tempfile.TemporaryDirectory() as folder:
             yield Learner(Path(folder), self.trainer(experts), learning, put, **more), synthetic
 
-    def _synthetic(self, experts: Sequence[str], learning: Learning) -> SyntheticRecords:
+    def _synthetic(self, learning: Learning) -> SyntheticRecords:
         training = self.config.training.model_copy(
             update={"synthetic_per_record": learning.synthetic}
         )
         settings = synthetic_settings(self.config.model_copy(update={"training": training}))
         assert settings is not None
         names = map(str, range(10**9))
-        generator = SyntheticPromptGenerator(
-            replace(settings, at_once=ROWS, seed=learning.seed), mark=lambda: next(names)
-        )
-        tests = {p.token_ids for t in experts if t != GENERAL for p in self.test_prompts(t)}
-        return SyntheticRecords(self.engine([GENERAL]), generator, tests, ROWS)
+        own = replace(settings, at_once=_ANSWERED_ROWS)
+        generator = SyntheticAnswerGenerator(own, mark=lambda: next(names))
+        engine = self.engine([GENERAL], max_num_seqs=_ANSWERED_ROWS)
+        return SyntheticRecords(engine, generator, _ANSWERED_ROWS)
 
     def test_prompts(self, topic: str) -> list[Prompt]:
         """Prompts of a topic's test."""

@@ -34,7 +34,7 @@ from paceline.actors.training.forward import load_trainable, score_positions
 from paceline.actors.training.permits import Assignment
 from paceline.actors.training.settings import TrainerSettings
 from paceline.actors.training.shares import Share
-from paceline.actors.training.synthetic.generator import Completion, SyntheticPromptGenerator
+from paceline.actors.training.synthetic.generator import SyntheticAnswerGenerator
 from paceline.actors.training.topic_schedule import TopicPriority, select_topic
 from paceline.actors.training.training_loop import TrainingLoop
 from paceline.actors.weights.flat_weights import FlatWeights, unflatten
@@ -55,7 +55,7 @@ class Learning:
         micro_steps: of a round, each of ``training.micro_batch`` records.
         rests: whether a topic without gains rests; systems of one and of several drafts train as
             much only if none does.
-        synthetic: synthetic prompts per training record.
+        synthetic: synthetic records per training record.
         seed: of drawing and of the batches' order.
     """
 
@@ -220,17 +220,16 @@ class Learner:
 
 
 class SyntheticRecords:
-    """Has an engine of its own make synthetic prompts and answer them, but none of a test."""
+    """Has an engine of its own make synthetic records."""
 
     def __init__(
         self,
         engine: Engine,
-        generator: SyntheticPromptGenerator,
-        tests: Collection[tuple[int, ...]],
+        generator: SyntheticAnswerGenerator,
         at_once: int,
     ) -> None:
-        self._engine, self._generator, self._tests = engine, generator, frozenset(tests)
-        self._at_once, self._seconds, self._in_test = at_once, 0.0, 0
+        self._engine, self._generator, self._at_once = engine, generator, at_once
+        self._seconds = 0.0
         self._client: LocalClient
 
     def fill(self, client: LocalClient) -> None:
@@ -240,20 +239,18 @@ class SyntheticRecords:
             vain = 0 if self._generator.run_once(client, self) else vain + 1
         self._seconds += time.process_time() - began
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[str]:
         """See TargetClient; records go to the shards."""
-        asked = [r for r in requests if r.prompt_token_ids not in self._tests]
-        self._in_test += len(requests) - len(asked)
         found = {}
-        for answer in answers(self._engine, asked, self._at_once):
-            found[answer.key] = Completion(answer.token_ids, answer.finish_reason)
+        for answer in answers(self._engine, requests, self._at_once):
+            found[answer.key] = answer.finish_reason
             if answer.record is not None:
                 self._client.shards[answer.record.topic].insert(encode(answer.record))
-        return [found.get(r.run_id, Completion((), FINISH_ERROR)) for r in requests]
+        return [found.get(r.run_id, FINISH_ERROR) for r in requests]
 
     def facts(self) -> dict[str, Any]:
-        """Counts of the generator, processor ``seconds``, and prompts that were ``in_test``."""
-        return dict(self._generator.counts) | {"seconds": self._seconds, "in_test": self._in_test}
+        """Counts of the generator, and processor ``seconds``."""
+        return dict(self._generator.counts) | {"seconds": self._seconds}
 
 
 class Evaluator:

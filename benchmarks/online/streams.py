@@ -8,8 +8,9 @@ weights that are served when the request comes; acceptance on the test is teache
 here depends on how busy the machine is; speeds are those of speeds.py.
 
 Parts: ``streams`` learns from a topic's prompts alone; ``seeds`` again with other seeds;
-``synthetic`` lets the target make further prompts up; ``ceilings`` distils the same draft offline
-from the training side. Units that are there are kept, and figures are written after every topic.
+``synthetic`` has the target answer its prompts again, sampled; ``ceilings`` distils the same draft
+offline from the training side. Units that are there are kept, and figures are written after every
+topic.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def stream(lab: Lab, topic: str, learning: Learning, *, run: bool = True) -> Uni
     of a draft and ``suffix`` together, ``both`` with the draft that learns, as is served by
     default; ``checkpoints``: scores per test prompt by requests; ``test_`` and these names: counts
     of the test, with the last weights and with all answers of the stream known;
-    ``learning``: cost and decisions; ``synthetic``: what was made up.
+    ``learning``: cost and decisions; ``synthetic``: what was made.
     """
 
     def make() -> Unit:
@@ -282,7 +283,7 @@ def topic_figures(lab: Lab, topic: str, options: argparse.Namespace) -> dict[str
 
 
 def draw(topics: dict[str, Any], out: Path) -> None:
-    """Write streams.png and, if there are synthetic prompts, synthetic.png."""
+    """Write streams.png and, if there are synthetic records, synthetic.png."""
     served = {t: facts["test_served"] for t, facts in topics.items()}
     levels = {
         topic: own["ceiling"]["mean_acceptance_length"]["value"]
@@ -297,7 +298,7 @@ def draw(topics: dict[str, Any], out: Path) -> None:
         topic: pd.DataFrame(
             {
                 "online": facts["checkpoints"],
-                "with synthetic prompts": facts["synthetic"]["checkpoints"],
+                "with synthetic records": facts["synthetic"]["checkpoints"],
             }
         )
         for topic, facts in both.items()
@@ -306,10 +307,10 @@ def draw(topics: dict[str, Any], out: Path) -> None:
 
 
 def rows_of(topics: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Acceptance on the test, a row per topic and amount of synthetic prompts."""
+    """Acceptance on the test, a row per topic and amount of synthetic records."""
     names = ("frozen", "online", "ceiling", "gap_closed")
     for topic, facts in topics.items():
-        for kind, own in (("", facts), ("with synthetic prompts", facts.get("synthetic"))):
+        for kind, own in (("", facts), ("with synthetic records", facts.get("synthetic"))):
             if own is not None:
                 row = {name: interval(own[name]) for name in names if name in own}
                 curve = list(own["checkpoints"].values())
@@ -356,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--parts", nargs="+", choices=PARTS, default=("streams", "ceilings"))
     add("--ceiling", type=int, help="prompts of the ceiling at most; 2000, with --quick 64")
     add("--seeds", type=int, default=2, help="of training; 0 is that of the stream")
-    add("--synthetic", type=float, default=4.0, help="prompts per record")
+    add("--synthetic", type=float, default=4.0, help="further answers per record")
     options = parsed(parser, argv, topics=("sql", "shell"))
     prepare(options.threads)
     lab = stream_lab(options)

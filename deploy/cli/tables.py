@@ -224,7 +224,7 @@ def _one_trainer(trainer: Mapping[str, Any]) -> list[str]:
         f"{trainer.get('training_s', 0.0):.0f} s"
     ]
     if synthetic := trainer.get("synthetic"):
-        lines.append(f"          {synthetic['made']} synthetic prompts answered")
+        lines.append(f"          {synthetic['made']} synthetic records made")
     if trainer.get("last_error"):
         lines.append(f"          {trainer['failures']} failures, last: {trainer['last_error']}")
     return lines

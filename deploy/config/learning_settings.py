@@ -1,4 +1,4 @@
-"""Settings of shards, trainers, scorer and synthetic prompts, from the configuration."""
+"""Settings of shards, trainers, scorer and synthetic records, from the configuration."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 import ray
 
 from paceline.actors.cores import default_threads
-from paceline.actors.engine.turn_marks import TurnMarks, turn_marks
 from paceline.actors.general import GENERAL
 from paceline.actors.replay.buffer import ReplaySettings
 from paceline.actors.training.settings import ScorerSettings
-from paceline.actors.training.synthetic.prompts import SyntheticSettings
+from paceline.actors.training.synthetic.answers import SyntheticSettings
 from paceline.actors.weights.state_folder import fingerprints
 from paceline.deploy.config.config import PacelineConfig
-from paceline.deploy.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.actors.training.settings import TrainerSettings
@@ -129,25 +127,10 @@ def scorer_settings(config: PacelineConfig) -> ScorerSettings:
 
 
 def synthetic_settings(config: PacelineConfig) -> SyntheticSettings | None:
-    """Settings of synthetic prompts; None if there are to be none.
-
-    Raises:
-        ConfigError: the target's chat template does not allow it.
-    """
+    """Settings of synthetic records; None if there are to be none."""
     if not config.training.enabled or not config.training.synthetic_per_record:
         return None
     return SyntheticSettings(
-        marks=_marks(config),
         per_record=config.training.synthetic_per_record,
-        held_out_fraction=config.replay.held_out_fraction,
         at_once=min(_SYNTHETIC_AT_ONCE, config.target.max_num_seqs),
     )
-
-
-def _marks(config: PacelineConfig) -> TurnMarks:
-    from paceline.actors.engine.model_loader import load_tokenizer  # imports transformers
-
-    try:
-        return turn_marks(load_tokenizer(str(config.target_path)))
-    except Exception as error:  # tokenizers raises it itself for a file that it cannot parse
-        raise ConfigError(f"training.synthetic_per_record: {error}") from error

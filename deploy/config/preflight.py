@@ -26,7 +26,6 @@ from paceline.deploy import model_store
 from paceline.deploy.api.auth import api_keys, is_loopback
 from paceline.deploy.api.sampling_defaults import default_sampling_params
 from paceline.deploy.config.config import WEIGHTS_FOLDER, PacelineConfig
-from paceline.deploy.config.learning_settings import synthetic_settings
 from paceline.deploy.errors import ConfigError
 from paceline.deploy.planner.models import read_shape
 
@@ -108,7 +107,6 @@ def check_models_fit(config: PacelineConfig) -> None:
             "set router.enabled to false"
         )
     _check_memory(config)
-    synthetic_settings(config)
 
 
 def _check_fetched(key: str, name: str | None) -> None:

@@ -287,8 +287,8 @@ class TrainingConfig(Section):
     1 for bfloat16 and 0 for float32. ``ranks`` processes of ``num_threads`` each (on GPUs, one
     device each) share every micro-batch.
 
-    Above 0, the idle target generates and answers ``synthetic_per_record`` synthetic prompts for
-    each training record of a topic, at the cost of the target's time.
+    The idle target answers stored prompts again, sampled, ``synthetic_per_record`` times for each
+    training record of a topic that has few; 0 turns it off.
 
     ``max_occupancy`` is the share of ``target.max_num_seqs`` at which a replica still counts as
     idle; auto is a quarter if there are spare cores, or a host for training, else 0.
@@ -317,7 +317,7 @@ class TrainingConfig(Section):
     max_occupancy: Literal["auto"] | Fraction = "auto"
     keep_versions: Count = 3
     canary_share: Annotated[float, Field(ge=0.0, le=0.5)] = 0.25
-    synthetic_per_record: Annotated[float, Field(ge=0.0, le=16.0)] = 0.0
+    synthetic_per_record: Annotated[float, Field(ge=0.0, le=16.0)] = 4.0
     adapter: Literal["full", "lora"] = "full"
     lora_rank: Count = 16
     lora_alpha: Annotated[float, Field(gt=0.0)] = 32.0

@@ -1,4 +1,4 @@
-"""Synthetic prompts, made by the idle target from a thread of the first trainer's process."""
+"""Synthetic records, made by the idle target from a thread of the first trainer's process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent import futures
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
 
 from paceline.actors.backoff import Backoff
 from paceline.actors.engine.request import (
@@ -26,16 +23,9 @@ from paceline.actors.engine.request import (
 )
 from paceline.actors.engine.target_handle import StreamingTarget, TargetHandle
 from paceline.actors.replay.buffer import ShardStats
-from paceline.actors.replay.record import ReplayRecord, is_held_out, prompt_digest
 from paceline.actors.training.background import BackgroundLoop
 from paceline.actors.training.progress import SyntheticStatus
-from paceline.actors.training.synthetic.prompts import (
-    SyntheticSettings,
-    answer_request,
-    cut_prompt,
-    prompt_request,
-    synthetic_prompt,
-)
+from paceline.actors.training.synthetic.answers import SyntheticSettings, further_answer
 
 if TYPE_CHECKING:
     from paceline.actors.replay.shard import ShardHandle
@@ -50,107 +40,53 @@ _PERMIT_POLL_S = 0.1
 _LONGEST_S = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The target's answer to a request."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: str
-
-
 class TargetClient(Protocol):
     """The target; it sends the records of its answers to the shards itself."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """Answer each request, in this order."""
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[str]:
+        """Answer each request; return their finish reasons, in this order."""
 
 
-class SyntheticPromptGenerator:
-    """Makes a few prompts at a time; call :meth:`run_once` for ever.
+class SyntheticAnswerGenerator:
+    """Makes a few answers at a time; call :meth:`run_once` for ever.
 
     A topic that yields none rests, longer each time, so that the others have their turn and the
     target is not asked in vain for ever.
 
     Attributes:
-        counts: ``made``, prompts that were answered; ``unfinished``, texts without an end;
-            ``unsuited``, stored prompts that are not templated or too short; ``refused``, synthetic
-            ones that are held out or too long; ``yielded``, requests that gave way to traffic.
+        counts: ``made``, answers; ``yielded``, requests that gave way to traffic.
     """
 
     def __init__(
         self, settings: SyntheticSettings, *, mark: Callable[[], str] = lambda: uuid.uuid4().hex
     ) -> None:
         self._settings = settings
-        self._rng = np.random.default_rng(settings.seed)
         self._mark = mark  # unique on every call
         self._backoffs: dict[str, Backoff] = {}  # in calls of run_once, by topic
         self._rests: dict[str, int] = {}  # calls left
-        self.counts: Counter[str] = Counter(made=0, unfinished=0, unsuited=0, refused=0, yielded=0)
+        self.counts: Counter[str] = Counter(made=0, yielded=0)
 
     def lacks(self, client: TrainerClient) -> bool:
         """Whether any topic lacks synthetic records."""
         return lacking(client.stats(), self._settings)[0] is not None
 
     def run_once(self, client: TrainerClient, target: TargetClient) -> bool:
-        """Make prompts for the topic that lacks most; False if none was made."""
+        """Make answers for the topic that lacks most; False if none was made."""
         self._rests = {topic: left - 1 for topic, left in self._rests.items() if left > 1}
         topic, lacks = lacking(client.stats(), self._settings, self._rests)
         if topic is None or not client.acquire_permit():
             return False
-        yielded = self.counts["yielded"]
-        made = self._make(topic, min(lacks, self._settings.at_once), client, target)
-        self.counts["made"] += made
+        sources = client.sample(topic, min(lacks, self._settings.at_once), "train")
+        reasons = target.generate([further_answer(source, self._mark()) for source in sources])
+        made = sum(reason in _COMPLETE for reason in reasons)
+        yielded = reasons.count(FINISH_YIELDED)
+        self.counts.update(made=made, yielded=yielded)
         backoff = self._backoffs.setdefault(topic, Backoff(_FIRST_REST, _LONGEST_REST))
         if made:
             backoff.reset()
-        elif yielded == self.counts["yielded"]:
+        elif not yielded:
             self._rests[topic] = int(backoff.fail())
         return made > 0
-
-    def _make(self, topic: str, count: int, client: TrainerClient, target: TargetClient) -> int:
-        """Prompts that were made and answered."""
-        marks = self._settings.marks
-        started = [
-            (record, start, self._mark())
-            for record in client.sample(topic, count, "train")
-            if (start := self._cut(record)) is not None
-        ]
-        texts = self._generate(target, [prompt_request(r, s, marks, m) for r, s, m in started])
-        requests = [
-            request
-            for (record, start, mark), text in zip(started, texts, strict=True)
-            if (request := self._to_answer(record, start, text, mark)) is not None
-        ]
-        if not requests or not client.acquire_permit():
-            return 0
-        return sum(a.finish_reason in _COMPLETE for a in self._generate(target, requests))
-
-    def _cut(self, record: ReplayRecord) -> tuple[int, ...] | None:
-        start = cut_prompt(record.prompt_token_ids.tolist(), self._settings.marks, self._rng)
-        self.counts["unsuited"] += start is None
-        return start
-
-    def _generate(
-        self, target: TargetClient, requests: Sequence[GenerationRequest]
-    ) -> list[Completion]:
-        completions = target.generate(requests) if requests else []
-        self.counts["yielded"] += sum(c.finish_reason == FINISH_YIELDED for c in completions)
-        return completions
-
-    def _to_answer(
-        self, record: ReplayRecord, start: tuple[int, ...], text: Completion, mark: str
-    ) -> GenerationRequest | None:
-        """The request that answers a synthetic prompt, if the text makes one."""
-        if text.finish_reason not in _COMPLETE:
-            return None
-        prompt = synthetic_prompt(start, text.token_ids, self._settings.marks)
-        if prompt is None:
-            self.counts["unfinished"] += 1
-            return None
-        held_out = is_held_out(prompt_digest(prompt), self._settings.held_out_fraction)
-        request = None if held_out else answer_request(record, prompt, mark)
-        self.counts["refused"] += request is None
-        return request
 
 
 def lacking(
@@ -167,7 +103,7 @@ def lacking(
         resting: topics to leave out.
     """
     missing = {
-        topic: int(settings.per_record * shard.records("train")) - shard.records("synthetic")
+        topic: _wanted(shard.records("train"), settings) - shard.records("synthetic")
         for topic, shard in stats.items()
         if topic not in resting
         and shard.records("train") >= settings.least_records
@@ -177,6 +113,10 @@ def lacking(
     if topic is None or missing[topic] <= 0:
         return None, 0
     return topic, missing[topic]
+
+
+def _wanted(train: int, settings: SyntheticSettings) -> int:
+    return int(min(settings.per_record * train, settings.most_records - train))
 
 
 def _is_full(shard: ShardStats) -> bool:
@@ -207,7 +147,7 @@ class ServeTargetClient:
         name = "paceline-synthetic-requests"
         threading.Thread(target=self._events.run_forever, name=name, daemon=True).start()
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[str]:
         """Send all at once, and cancel all when the permit is withdrawn, on whichever replica.
 
         Raises:
@@ -222,11 +162,11 @@ class ServeTargetClient:
                 return answers.result()
             if not self._permitted():
                 answers.cancel()
-                return [Completion((), FINISH_YIELDED)] * len(requests)
+                return [FINISH_YIELDED] * len(requests)
         answers.cancel()
         raise TimeoutError("the target does not answer")
 
-    async def _all(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    async def _all(self, requests: Sequence[GenerationRequest]) -> list[str]:
         if self._handle is None:
             self._handle = self._find_handle().options(stream=True)
         handle = self._handle
@@ -235,17 +175,16 @@ class ServeTargetClient:
         return [task.result() for task in tasks]
 
 
-async def _complete(handle: StreamingTarget, request: GenerationRequest) -> Completion:
+async def _complete(handle: StreamingTarget, request: GenerationRequest) -> str:
     response = handle.generate.remote(request, True)
     try:
         chunks: list[GenerationChunk] = [chunk async for chunk in response]
     finally:
         response.cancel()  # does nothing to a response that has ended
-    whole = merge_chunks(chunks) if chunks else GenerationChunk("", (), FINISH_ERROR)
-    return Completion(whole.token_ids, whole.finish_reason or FINISH_ERROR)
+    return (chunks and merge_chunks(chunks).finish_reason) or FINISH_ERROR
 
 
-class SyntheticPrompts:
+class SyntheticAnswers:
     """Runs a generator in a thread of its own, from construction to the process' end."""
 
     def __init__(
@@ -267,7 +206,7 @@ class SyntheticPrompts:
         """
         self._timeout_s = settings.timeout_s
         self._handles = (dict(shards), registry, scheduler)
-        self._generator = SyntheticPromptGenerator(settings)
+        self._generator = SyntheticAnswerGenerator(settings)
         self._target = target
         self._background = BackgroundLoop("paceline-synthetic", self._prepare, settings.refresh_s)
         self._background.start()

@@ -1,4 +1,4 @@
-"""Synthetic prompts: the beginning of a stored one, continued by the target; drafts learn them."""
+"""Synthetic records: stored prompts that the target answers again; drafts learn from them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from engines import make_engine, request, run
-from hypothesis import given
-from hypothesis import strategies as st
 from replay_samples import make_record
-from tiny_models import save_tiny, tiny_tokenizer
+from tiny_models import save_tiny
 
 from paceline.actors.engine.engine_loop import EngineLoop
 from paceline.actors.engine.request import FINISH_YIELDED, GenerationChunk, GenerationRequest
-from paceline.actors.engine.turn_marks import TurnMarks, turn_marks
 from paceline.actors.replay.buffer import ReplaySettings, ShardStats, Split, SplitStats
 from paceline.actors.replay.record import (
     ReplayRecord,
@@ -35,101 +32,24 @@ from paceline.actors.replay.record import (
 )
 from paceline.actors.replay.selection import is_scored
 from paceline.actors.replay.shard import ReplayShard
-from paceline.actors.training.synthetic.generator import (
-    Completion,
-    SyntheticPromptGenerator,
-    lacking,
-)
-from paceline.actors.training.synthetic.prompts import (
-    SyntheticSettings,
-    answer_request,
-    cut_prompt,
-    prompt_request,
-    synthetic_prompt,
-)
+from paceline.actors.training.synthetic.answers import SyntheticSettings, further_answer
+from paceline.actors.training.synthetic.generator import SyntheticAnswerGenerator, lacking
 from paceline.deploy.config.config import PacelineConfig, load_config
 from paceline.deploy.config.learning_settings import synthetic_settings
-from paceline.deploy.errors import ConfigError
 
-MARKS = TurnMarks(opening=(3,), cue=(4,))
-CHATML = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-WORDS = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 WAIT_S = 30.0
 
 
-def test_the_marks_of_the_small_target_s_form() -> None:
-    assert turn_marks(tiny_tokenizer()) == MARKS
-
-
-def test_the_marks_of_a_form_with_system_prompts_and_roles() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = CHATML
-    marks = turn_marks(tokenizer)
-    assert tokenizer.decode(marks.cue) == "<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(marks.opening).endswith("<|im_start|>user\n")
-    later = [("user", "hello there"), ("assistant", "yes"), ("user", "and what else is new")]
-    for turns in (later[2:], later):
-        chat = [{"role": role, "content": text} for role, text in turns]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        kept = cut_prompt(ids, marks, np.random.default_rng(0))
-        assert kept is not None
-        before, _, text = tokenizer.decode(kept).rpartition("<|im_start|>user\n")
-        assert tokenizer.decode(ids).startswith(before)
-        assert text
-        assert "and what else is new".startswith(text)
-
-
-@pytest.mark.parametrize("template", [None, "", WORDS, "{{ raise_exception('no') }}", "{% if"])
-def test_forms_without_marks_are_refused(template: str | None) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    with pytest.raises(ValueError, match=r"chat template"):
-        turn_marks(tokenizer)
-
-
-@given(
-    st.lists(st.integers(5, 299), min_size=2, max_size=40),
-    st.lists(st.integers(5, 299), max_size=10),
-    st.integers(0, 2**32 - 1),
-)
-def test_a_beginning_keeps_two_to_eight_tokens_of_the_last_text(
-    text: list[int], history: list[int], seed: int
-) -> None:
-    head = [1, 3, *history, 2, 3]
-    kept = cut_prompt([*head, *text, 4], MARKS, np.random.default_rng(seed))
-    assert kept is not None
-    own = list(kept[len(head) :])
-    assert list(kept[: len(head)]) == head
-    assert own == text[: len(own)]
-    assert min(2, len(text) - 1) <= len(own) <= min(8, len(text) - 1)
-
-
-@pytest.mark.parametrize("prompt", [(), (5, 6, 7), (1, 3, 9, 4), (1, 5, 6, 7, 4), (1, 3, 5, 6, 7)])
-def test_what_is_no_templated_prompt_is_left_alone(prompt: tuple[int, ...]) -> None:
-    assert cut_prompt(prompt, MARKS, np.random.default_rng(0)) is None
-
-
-def test_prompt_and_answer_stay_within_what_was_stored() -> None:
-    source = make_record(prompt=(1, 3, 7, 8, 9, 4), length=5, created=77.0, temperature=0.7)
-    asked = prompt_request(source, (1, 3, 7), MARKS, "m")
-    assert (asked.store, asked.background, asked.draft) == (False, True, "off")
-    longest = asked.sampling.max_tokens
-    assert 3 + longest + len(MARKS.cue) == 6 + 5
-    assert synthetic_prompt((1, 3, 7), (10, 11, 4), MARKS) == (1, 3, 7, 10, 11, 4)
-    assert synthetic_prompt((1, 3, 7), (10, 11, 2), MARKS) is None
-    assert synthetic_prompt((1, 3, 7), (10, 4), MARKS) is None
-    answer = answer_request(source, (1, 3, 7, 10, 11, 12, 13, 4), "m")
-    assert answer is not None
-    assert (answer.sampling.max_tokens, answer.sampling.temperature) == (3, 0.7)
-    assert (answer.created, answer.topic, answer.store) == (77.0, "sql", True)
-    assert source_id(answer.request_id) == source.request_id
-    assert answer_request(source, (1, 3, 7, 8, 9, 4), "m") is None, "the stored prompt itself"
-    assert answer_request(source, (1, 3, *range(5, 13), 4), "m") is None, "no room for an answer"
+def test_a_stored_prompt_is_asked_again() -> None:
+    source = make_record(prompt=(1, 3, 7, 8, 9, 4), length=5, created=77.0, temperature=0.0)
+    again = further_answer(source, "m")
+    assert again.prompt_token_ids == (1, 3, 7, 8, 9, 4)
+    assert (again.sampling.max_tokens, again.sampling.temperature) == (5, 0.7)
+    warm = further_answer(replace(source, temperature=1.2), "m")
+    assert warm.sampling.temperature == pytest.approx(1.2)
+    assert (again.created, again.topic) == (77.0, "sql")
+    assert (again.has_record, again.background, again.draft) == (True, True, "off")
+    assert source_id(again.request_id) == source.request_id
 
 
 def test_names_lead_back_to_the_request() -> None:
@@ -331,7 +251,7 @@ class LocalServing:
     def acquire_permit(self) -> bool:
         return self.idle
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[str]:
         self.asked += requests
         answers = [whole(send(self.loop, each)) for each in requests]
         kept = sum(
@@ -341,7 +261,7 @@ class LocalServing:
         deadline = time.monotonic() + WAIT_S
         while self.put_count < self.stored and time.monotonic() < deadline:
             time.sleep(0.001)  # records come behind their last chunks
-        return [Completion(tuple(ids), reason) for ids, reason in answers]
+        return [reason for _, reason in answers]
 
 
 @pytest.fixture
@@ -373,38 +293,41 @@ def shard_stats(train: int, synthetic: int, used: float = 0.9, record_bytes: int
     )
 
 
-def settings(per_record: float = 0.5) -> SyntheticSettings:
-    return SyntheticSettings(MARKS, per_record, held_out_fraction=0.3, at_once=4, seed=0)
+def settings(per_record: float = 0.5, **more: Any) -> SyntheticSettings:
+    return SyntheticSettings(per_record, at_once=4, **more)
 
 
 def test_as_many_are_made_as_is_wanted_and_no_more(serving: LocalServing) -> None:
-    generator = SyntheticPromptGenerator(settings())
+    generator = SyntheticAnswerGenerator(settings())
     wanted = serving.stats()["sql"].records("train") // 2
     for _ in range(400):
         generator.run_once(serving, serving)
     assert serving.stats()["sql"].records("synthetic") == wanted == generator.counts["made"]
     assert not generator.run_once(serving, serving)
     real = {r.request_id: r for r in kept(serving.shard, "train")}
+    differ = 0
     for record in kept(serving.shard, "synthetic"):
         source = real[source_id(record.request_id)]
-        prompt, stored = record.prompt_token_ids.tolist(), source.prompt_token_ids.tolist()
-        assert prompt[:4] == stored[:4]
-        assert prompt[-1] == 4
-        assert prompt != stored
+        assert record.prompt_token_ids.tolist() == source.prompt_token_ids.tolist()
         assert not is_held_out(record.conversation, 0.3)
-        assert len(prompt) + len(record.output_token_ids) <= len(stored) + 40
-        assert record.expert == "off"
+        assert len(record.output_token_ids) <= len(source.output_token_ids)
+        assert (record.expert, record.temperature) == ("off", 0.7)
+        differ += record.output_token_ids.tolist() != source.output_token_ids.tolist()
+    assert differ == wanted
 
 
 def test_nothing_is_asked_without_a_permit_or_without_records(serving: LocalServing) -> None:
     serving.idle = False
-    assert not SyntheticPromptGenerator(settings()).run_once(serving, serving)
+    assert not SyntheticAnswerGenerator(settings()).run_once(serving, serving)
     assert serving.asked == []
     assert lacking({}, settings()) == (None, 0)
     assert lacking({"sql": shard_stats(7, 0)}, settings()) == (None, 0)
     few, full = shard_stats(100, 49), shard_stats(100, 10, used=0.96)
     assert lacking({"sql": few, "math": full}, settings()) == ("sql", 1)
     assert lacking({"sql": few}, settings(), {"sql": 3}) == (None, 0)
+    assert lacking({"sql": few}, settings(most_records=150)) == ("sql", 1)
+    assert lacking({"sql": few}, settings(most_records=149)) == (None, 0)
+    assert lacking({"sql": shard_stats(200, 0)}, settings(most_records=149)) == (None, 0)
     assert lacking({"sql": few, "math": shard_stats(100, 45)}, settings()) == ("math", 5)
     for record_bytes, lacks in ((10, ("sql", 1)), (11, (None, 0))):
         few = shard_stats(100, 49, used=0.9, record_bytes=record_bytes)
@@ -415,7 +338,7 @@ def test_what_yields_is_counted_and_leaves_nothing(serving: LocalServing) -> Non
     held = Held()
     serving.loop.submit(request("r", [7, 8], ignore_eos=True), held)
     assert held.reached()
-    generator = SyntheticPromptGenerator(settings())
+    generator = SyntheticAnswerGenerator(settings())
     ticking = threading.Thread(target=generator.run_once, args=(serving, serving))
     ticking.start()
     while not serving.asked:
@@ -428,22 +351,20 @@ def test_what_yields_is_counted_and_leaves_nothing(serving: LocalServing) -> Non
     assert generator.counts["made"] == serving.stats()["sql"].records("synthetic")
 
 
-def test_a_topic_that_yields_no_prompts_does_not_block_the_others(
+def test_a_topic_that_yields_no_answers_does_not_block_the_others(
     serving: LocalServing,
 ) -> None:
     both, plain = serving.stats, serving.sample
     serving.stats = lambda: both() | {"untold": shard_stats(10_000, 0)}  # type: ignore[method-assign]
-    raw = make_record(prompt=(5, 6, 7))
-
-    def sample(topic: str, count: int, split: Any) -> list[ReplayRecord]:
-        return [raw] * count if topic == "untold" else plain(topic, count, split)
-
-    serving.sample = sample  # type: ignore[method-assign]
-    generator = SyntheticPromptGenerator(settings())
+    serving.sample = lambda topic, *rest: plain(topic, *rest) if topic == "sql" else []  # type: ignore[method-assign]
+    calls: list[int] = []
+    generate = serving.generate
+    serving.generate = lambda asked: calls.append(len(asked)) or generate(asked)  # type: ignore[method-assign, func-returns-value]
+    generator = SyntheticAnswerGenerator(settings())
     for _ in range(100):
         generator.run_once(serving, serving)
     assert generator.counts["made"] >= 10
-    assert generator.counts["unsuited"] <= 4 * 8, "it rests longer each time"
+    assert calls.count(0) <= 8, "it rests longer each time"
 
 
 # --- the config
@@ -454,19 +375,10 @@ def config_of(folder: Path, **changes: Any) -> PacelineConfig:
     return load_config(None, {"target.path": str(folder)} | changes)
 
 
-def test_no_prompts_are_made_unless_it_is_asked_for(tmp_path: Path) -> None:
-    assert synthetic_settings(config_of(tmp_path)) is None
-    asked = {"training.synthetic_per_record": 2.0}
-    assert synthetic_settings(config_of(tmp_path, **asked, **{"training.enabled": False})) is None
-    found = synthetic_settings(config_of(tmp_path, **asked, **{"target.max_num_seqs": 2}))
+def test_none_are_made_where_nothing_learns_or_they_are_turned_off(tmp_path: Path) -> None:
+    for off in ({"training.synthetic_per_record": 0}, {"training.enabled": False}):
+        assert synthetic_settings(config_of(tmp_path, **off)) is None
+    asked = {"training.synthetic_per_record": 2.0, "target.max_num_seqs": 2}
+    found = synthetic_settings(config_of(tmp_path, **asked))
     assert found is not None
-    assert (found.marks, found.per_record, found.at_once) == (MARKS, 2.0, 2)
-
-
-def test_a_template_that_does_not_allow_it_is_refused_at_the_start(tmp_path: Path) -> None:
-    config = config_of(tmp_path, **{"training.synthetic_per_record": 2.0})
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = WORDS
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"training\.synthetic_per_record: .* ordinary token"):
-        synthetic_settings(config)
+    assert (found.per_record, found.at_once) == (2.0, 2)

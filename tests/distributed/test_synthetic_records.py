@@ -1,4 +1,4 @@
-"""The small models: an idle target makes prompts up, answers them, and lets go for requests."""
+"""The small models: an idle target answers stored prompts again, and lets go for requests."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def synthetic_records(running: RunningApp) -> list[ReplayRecord]:
     return [decode(data) for data in drawn]
 
 
-def test_an_idle_target_makes_prompts_up_unnoticed(running: RunningApp) -> None:
+def test_an_idle_target_answers_again_unnoticed(running: RunningApp) -> None:
     prompts = generate("sql", 40, seed=11)
     first = [ask(running, prompt) for prompt in prompts]
     assert eventually(lambda: stats(running).records("synthetic") >= 8)
@@ -86,8 +86,8 @@ def test_an_idle_target_makes_prompts_up_unnoticed(running: RunningApp) -> None:
     records = synthetic_records(running)
     assert all(any(belongs(r.request_id, name) for name in names) for r in records)
     assert {(record.topic, record.expert) for record in records} == {("sql", "off")}
-    known = {tuple(r.prompt_token_ids.tolist()) for r in records}
-    assert len(known) > len(records) // 2, "prompts differ from one another"
+    known = {tuple(r.output_token_ids.tolist()) for r in records}
+    assert len(known) > len(records) // 2, "answers differ from one another"
     assert np.mean([len(record.output_token_ids) for record in records]) > 4
     status = httpx.get(f"{running.base_url}/v1/paceline/status", timeout=60).json()
     assert status["trainer"]["synthetic"]["made"] > 0
@@ -118,7 +118,7 @@ def test_a_purge_takes_a_request_s_synthetic_records(running: RunningApp) -> Non
     assert not any(belongs(record.request_id, source) for record in synthetic_records(running))
 
 
-def test_a_killed_trainer_goes_on_making_prompts_up(running: RunningApp) -> None:
+def test_a_killed_trainer_has_prompts_answered_again(running: RunningApp) -> None:
     (trainer,) = running.trainers().values()
     pid = ray.get(trainer.status.remote(), timeout=10).pid
     os.kill(pid, signal.SIGKILL)
