@@ -322,9 +322,8 @@ class Sequence:
 
         None for initial weights, if several versions drafted, if the request has a number of
         tokens of its own but no rounds, for all choices of a prompt but the first, as they are no
-        further evidence, for an answer that another replica started, and for one that is kept out
-        of replay, whose topic may not be known. An outcome without rounds means that the
-        controller never drafted, or the draft never did.
+        further evidence, and for an answer that another replica started. An outcome without rounds
+        means that the controller never drafted, or the draft never did.
         """
         if not self._uses_slot:
             return None
@@ -333,7 +332,7 @@ class Sequence:
             return DraftOutcome(expert, self.failed_version, 0, 0, failed=True)
         if self.request.output_token_ids or len(self._versions) > 1:
             return None
-        if self.request.sampling.choice or not self.request.replayed:
+        if self.request.sampling.choice:
             return None
         if not self.num_spec_steps:
             silent = self.num_speculative_tokens is None

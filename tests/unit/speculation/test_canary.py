@@ -64,15 +64,6 @@ def test_further_choices_of_a_prompt_are_no_further_evidence() -> None:
     assert [name for name in IDS if found[name] is not None] == [IDS[0]]
 
 
-def test_answers_that_are_kept_out_of_replay_say_nothing_of_a_draft_but_that_it_failed() -> None:
-    found = outcomes(run(two_slots(), [asked(name, replayed=False) for name in IDS]))
-    assert set(found.values()) == {None}
-    engine = two_slots()
-    engine.updates.put(SwapWeights("a@candidate", 8, state(1, float("nan"))))
-    asking = [asked(name, replayed=False) for name in IDS]
-    assert any(outcomes(run(engine, asking, draft_failures=True)).values())
-
-
 def test_only_requests_of_the_expert_with_a_candidate_are_split() -> None:
     outputs = run(two_slots(), [asked(name, draft="b") for name in IDS])
     assert {outcome.weight_version for outcome in outcomes(outputs).values() if outcome} == {0}
