@@ -163,6 +163,7 @@ class Recorder:
             processed_top_probs=processed,
             hidden=None if hidden is None else _bfloat16_bits(hidden),
             hidden_start=hidden_start,
+            first_prompt=request.first_prompt,
             **stack_branches([b for b in self._branches if b.position < count]),
         )
 

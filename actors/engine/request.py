@@ -112,6 +112,7 @@ class GenerationRequest:
         background: counts as no load, and finishes as `FINISH_YIELDED` if other requests are
             there or arrive.
         created: unix time of its record in seconds; None is the time when it finishes.
+        first_prompt: of its record, see ReplayRecord; None: the replica finds it.
         grammar: of the answer, see GrammarCompiler; empty allows every text. The answer ends with
             the grammar, whatever ``ignore_eos`` and ``min_tokens`` say.
     """
@@ -133,6 +134,7 @@ class GenerationRequest:
     token_sources: bool = False
     background: bool = False
     created: float | None = None
+    first_prompt: int | None = None
     grammar: str = ""
 
     @property

@@ -214,6 +214,8 @@ def processed_probs(
         ``[B, T, K]``; a greedy row gets its most probable token, and padding anything.
     """
     rows, steps, vocab = logits.shape
+    if logits.dtype is torch.float16:  # has no kernels; a penalty of another row makes it float32
+        logits = logits.float()
     flat = logits.flatten(0, 1)
     cut = own_positions(batch.filtered_rows, steps, num_drafted)
     if batch.all_filtered:

@@ -101,7 +101,7 @@ class Scheduler:
             self.waiting.popleft()
             self.running[sequence.request_id] = sequence
             self.admitted.append(sequence.request_id)
-            if self._prefix_cache and not sequence.preempted:
+            if self._prefix_cache and not sequence.preempted and not sequence.request.background:
                 self.num_looked_up += len(sequence.tokens)
                 self.num_cached += num_computed
             sequence.start(num_computed)

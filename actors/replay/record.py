@@ -39,17 +39,17 @@ def belongs(record: str, answer: str | None) -> bool:
 
 
 def synthetic_id(source: str, mark: str) -> str:
-    """Request_id of a record with a synthetic prompt.
+    """Request_id of a synthetic record.
 
     Args:
-        source: request_id of the record that the prompt begins like.
+        source: request_id of the record whose prompt it answers again.
         mark: distinguishes several of one source; without a colon.
     """
     return f"{_SYNTHETIC}{mark}:{source}"
 
 
 def is_synthetic(record: str) -> bool:
-    """Whether a record's prompt is synthetic."""
+    """Whether a record is synthetic: a further answer to a stored prompt."""
     return record.startswith(_SYNTHETIC)
 
 

@@ -110,7 +110,7 @@ class SchedulerStatus:
         trainers_preempted: trainers that were ended for these and not started again.
         trainers_wanted: trainers that the supervisor has to keep running, preempted ones too.
         leases: of the running trainers.
-        permits_requested: by trainers, scorer and prompt generator.
+        permits_requested: by trainers, scorer and generator of synthetic records.
         permits_granted: of these.
         leases_granted: leases that began.
         leases_ended: by reason, see LeaseEnd.

@@ -42,7 +42,7 @@ class SchedulerStats:
             retries after a denial), ``unwanted`` if none had a topic.
         lease_ends: leases that ended, by reason.
         grants: leases that began.
-        permits_requested: by trainers, scorer and prompt generator.
+        permits_requested: by trainers, scorer and generator of synthetic records.
         permits_granted: of these.
         last_yield_s: from the last revocation to the trainer's stop.
         longest_yield_s: the longest of these.

@@ -97,7 +97,7 @@ class TrainerScheduler:
             self._policy.announce_request(self._clock())
 
     def may_train(self) -> bool:
-        """Whether one forward without a lease may run: the scorer's or the prompt generator's."""
+        """Whether a forward without a lease may run: the scorer's, or for synthetic records."""
         with self._lock:
             granted = self._policy.may_train(self._clock())
             self._policy.stats.record_permit(granted=granted)

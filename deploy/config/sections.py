@@ -288,7 +288,7 @@ class TrainingConfig(Section):
     device each) share every micro-batch.
 
     The idle target answers stored prompts again, sampled, ``synthetic_per_record`` times for each
-    training record of a topic that has few; 0 turns it off.
+    training record of a topic, while it has no more than 1,024 with them; 0 turns it off.
 
     ``max_occupancy`` is the share of ``target.max_num_seqs`` at which a replica still counts as
     idle; auto is a quarter if there are spare cores, or a host for training, else 0.

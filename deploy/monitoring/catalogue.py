@@ -291,7 +291,7 @@ METRICS: tuple[Metric, ...] = (
     _counter(
         SCHEDULER,
         "training_permit_requests",
-        "Permits that trainers, scorer and prompt generator requested",
+        "Permits requested by trainers, scorer and for synthetic records",
     ),
     _counter(SCHEDULER, "training_permits_granted", "Permits of these that were granted"),
     _gauge(SCHEDULER, "serving_replicas", "Target replicas with a recent load report"),

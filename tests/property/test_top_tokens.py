@@ -109,12 +109,15 @@ def test_filters_keep_the_same_without_kernels(
 @settings(deadline=None)
 @given(logits(3, 1))
 def test_wider_logits_of_the_same_values_give_the_same_bits(values: Tensor) -> None:
-    params = [SamplingParams(9, **own) for own in KEPT]  # type: ignore[arg-type]
-    kept = [
-        processed_probs(own, make_sampling_batch(params, "cpu")).dense(values.shape[-1])
-        for own in (values, values.float())
-    ]
-    assert torch.equal(*kept)
+    free = {"temperature": 0.8}
+    for filters in (KEPT, [free, *KEPT[1:]]):
+        batch = make_sampling_batch([SamplingParams(9, **own) for own in filters], "cpu")  # type: ignore[arg-type]
+        for narrow in (values, values.half()):
+            kept = [
+                processed_probs(own, batch).dense(values.shape[-1])
+                for own in (narrow, narrow.float())
+            ]
+            assert torch.equal(*kept)
     values = values[:, 0]
     probs, ids = torch.empty(2, 3), torch.empty(3, dtype=torch.int64)
     for logits_of_a_dtype, found in zip((values, values.float()), probs, strict=True):

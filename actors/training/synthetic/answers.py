@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from paceline.actors.engine.request import DRAFT_OFF, GenerationRequest, SamplingParams
 from paceline.actors.replay.record import ReplayRecord, synthetic_id
 
+_MOST_TOKENS = 256
 _LEAST_TEMPERATURE = 0.7  # so that answers differ from the stored one, and are still the target's
 
 
@@ -39,19 +40,26 @@ class SyntheticSettings:
 def further_answer(source: ReplayRecord, mark: str) -> GenerationRequest:
     """The request that answers a stored prompt again; is recorded.
 
-    The record expires with the stored one. The answer is as long at most.
+    The record expires with the stored one, and is of its conversation. The answer is as long at
+    most, and ends after 256 tokens.
 
     Args:
         source: the stored record.
         mark: see :func:`paceline.actors.replay.record.synthetic_id`.
     """
-    temperature = max(source.temperature, _LEAST_TEMPERATURE)
+    sampling = SamplingParams(
+        min(len(source.output_token_ids), _MOST_TOKENS),
+        temperature=max(source.temperature, _LEAST_TEMPERATURE),
+        top_p=source.top_p,
+        top_k=source.top_k,
+    )
     return GenerationRequest(
         request_id=synthetic_id(source.request_id, mark),
         prompt_token_ids=tuple(source.prompt_token_ids.tolist()),
-        sampling=SamplingParams(len(source.output_token_ids), temperature=temperature),
+        sampling=sampling,
         topic=source.topic,
         draft=DRAFT_OFF,
         background=True,
         created=source.created,
+        first_prompt=source.conversation,
     )

@@ -50,8 +50,8 @@ class TargetClient(Protocol):
 class SyntheticAnswerGenerator:
     """Makes a few answers at a time; call :meth:`run_once` for ever.
 
-    A topic that yields none rests, longer each time, so that the others have their turn and the
-    target is not asked in vain for ever.
+    A topic rests, longer each time, if the target yields or fails, or none of its answers was kept:
+    the others have their turn, and nobody is asked in vain for ever.
 
     Attributes:
         counts: ``made``, answers; ``yielded``, requests that gave way to traffic.
@@ -64,6 +64,7 @@ class SyntheticAnswerGenerator:
         self._mark = mark  # unique on every call
         self._backoffs: dict[str, Backoff] = {}  # in calls of run_once, by topic
         self._rests: dict[str, int] = {}  # calls left
+        self._kept: dict[str, int] = {}  # synthetic records before the last call, by topic
         self.counts: Counter[str] = Counter(made=0, yielded=0)
 
     def lacks(self, client: TrainerClient) -> bool:
@@ -71,21 +72,29 @@ class SyntheticAnswerGenerator:
         return lacking(client.stats(), self._settings)[0] is not None
 
     def run_once(self, client: TrainerClient, target: TargetClient) -> bool:
-        """Make answers for the topic that lacks most; False if none was made."""
+        """Make answers for the topic that lacks most; False if none was made.
+
+        Raises:
+            Exception: of the target; the topic rests.
+        """
         self._rests = {topic: left - 1 for topic, left in self._rests.items() if left > 1}
-        topic, lacks = lacking(client.stats(), self._settings, self._rests)
+        stats = client.stats()
+        topic, lacks = lacking(stats, self._settings, self._rests)
         if topic is None or not client.acquire_permit():
             return False
-        sources = client.sample(topic, min(lacks, self._settings.at_once), "train")
-        reasons = target.generate([further_answer(source, self._mark()) for source in sources])
-        made = sum(reason in _COMPLETE for reason in reasons)
-        yielded = reasons.count(FINISH_YIELDED)
-        self.counts.update(made=made, yielded=yielded)
-        backoff = self._backoffs.setdefault(topic, Backoff(_FIRST_REST, _LONGEST_REST))
-        if made:
-            backoff.reset()
-        elif not yielded:
-            self._rests[topic] = int(backoff.fail())
+        made, kept = 0, stats[topic].records("synthetic")
+        try:
+            sources = client.sample(topic, min(lacks, self._settings.at_once), "train")
+            reasons = target.generate([further_answer(source, self._mark()) for source in sources])
+            made = sum(reason in _COMPLETE for reason in reasons)
+            self.counts.update(made=made, yielded=reasons.count(FINISH_YIELDED))
+        finally:
+            backoff = self._backoffs.setdefault(topic, Backoff(_FIRST_REST, _LONGEST_REST))
+            if made and kept > self._kept.get(topic, -1):  # those before have been kept too
+                backoff.reset()
+            else:
+                self._rests[topic] = int(backoff.fail())
+            self._kept[topic] = kept
         return made > 0
 
 

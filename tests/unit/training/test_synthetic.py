@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,17 @@ WAIT_S = 30.0
 
 def test_a_stored_prompt_is_asked_again() -> None:
     source = make_record(prompt=(1, 3, 7, 8, 9, 4), length=5, created=77.0, temperature=0.0)
+    source = replace(source, top_p=0.9, top_k=40, first_prompt=12)
     again = further_answer(source, "m")
     assert again.prompt_token_ids == (1, 3, 7, 8, 9, 4)
     assert (again.sampling.max_tokens, again.sampling.temperature) == (5, 0.7)
     warm = further_answer(replace(source, temperature=1.2), "m")
     assert warm.sampling.temperature == pytest.approx(1.2)
-    assert (again.created, again.topic) == (77.0, "sql")
+    long = make_record(prompt=(1, 3, 4), length=300)
+    assert further_answer(long, "m").sampling.max_tokens == 256
+    assert further_answer(long, "m").first_prompt == long.conversation
+    assert (again.sampling.top_p, again.sampling.top_k) == (0.9, 40)
+    assert (again.created, again.topic, again.first_prompt) == (77.0, "sql", 12)
     assert (again.has_record, again.background, again.draft) == (True, True, "off")
     assert source_id(again.request_id) == source.request_id
 
@@ -365,6 +371,42 @@ def test_a_topic_that_yields_no_answers_does_not_block_the_others(
         generator.run_once(serving, serving)
     assert generator.counts["made"] >= 10
     assert calls.count(0) <= 8, "it rests longer each time"
+
+
+class Vain:
+    """A target that keeps nothing: it yields, it fails, or its records are lost."""
+
+    def __init__(self, reason: str) -> None:
+        self.calls, self._reason = 0, reason
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[str]:
+        self.calls += 1
+        if self._reason == "error":
+            raise TimeoutError
+        return [self._reason] * len(requests)
+
+
+@pytest.mark.parametrize("reason", [FINISH_YIELDED, "stop", "error"])
+def test_what_brings_nothing_is_asked_for_ever_more_rarely(
+    serving: LocalServing, reason: str
+) -> None:
+    generator, vain = SyntheticAnswerGenerator(settings()), Vain(reason)
+    for _ in range(200):
+        with suppress(TimeoutError):
+            generator.run_once(serving, vain)
+    assert 3 <= vain.calls <= 9
+
+
+def test_a_later_turn_stays_in_its_conversation(serving: LocalServing) -> None:
+    """By its own prompt it would be held out, and dropped."""
+    own = next(p for n in range(99) if is_held_out(prompt_digest(p := (1, 3, n, 9, 4)), 0.3))
+    first = next(d for n in range(99) if not is_held_out(d := prompt_digest((n, 4)), 0.3))
+    later = replace(make_record(request_id="later", prompt=own, vocab=16), first_prompt=first)
+    serving.sample = lambda *_: [later]  # type: ignore[method-assign]
+    serving.put(later)
+    SyntheticAnswerGenerator(settings()).run_once(serving, serving)
+    (made,) = kept(serving.shard, "synthetic")
+    assert (source_id(made.request_id), made.conversation) == ("later", first)
 
 
 # --- the config
