@@ -327,9 +327,10 @@ def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
     Returns:
         int64 ``[...]``.
     """
-    shape = *weights.shape[:-1], 1
-    uniform = torch.rand(shape, generator=generator, dtype=torch.float64, device=weights.device)
-    return invert(weights, uniform.squeeze(-1))
+    shape, device = weights.shape[:-1], weights.device
+    return invert(
+        weights, torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
+    )
 
 
 def invert(weights: Tensor, uniform: Tensor) -> Tensor:
