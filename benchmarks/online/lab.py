@@ -146,21 +146,17 @@ class Lab:
         experts: Sequence[str],
         learning: Learning,
         put: Callable[[SwapWeights], None] = lambda _: None,
-    ) -> Iterator[tuple[Learner, SyntheticRecords | None]]:
-        """A learner of these experts, with what makes its synthetic records, if it wants any."""
-        more: dict[str, Any] = {"replay": replay_settings(self.config)}
-        synthetic = self._synthetic(learning) if learning.synthetic else None
-        if synthetic is not None:
-            more["before_round"] = synthetic.fill
+    ) -> Iterator[Learner]:
+        """A learner of these experts, as configured."""
+        synthetic, replay = self._synthetic(), replay_settings(self.config)
         with tempfile.TemporaryDirectory() as folder:
-            yield Learner(Path(folder), self.trainer(experts), learning, put, **more), synthetic
+            more = {"replay": replay, "synthetic": synthetic}
+            yield Learner(Path(folder), self.trainer(experts), learning, put, **more)
 
-    def _synthetic(self, learning: Learning) -> SyntheticRecords:
-        training = self.config.training.model_copy(
-            update={"synthetic_per_record": learning.synthetic}
-        )
-        settings = synthetic_settings(self.config.model_copy(update={"training": training}))
-        assert settings is not None
+    def _synthetic(self) -> SyntheticRecords | None:
+        settings = synthetic_settings(self.config)
+        if settings is None:
+            return None
         names = map(str, range(10**9))
         own = replace(settings, at_once=_ANSWERED_ROWS)
         generator = SyntheticAnswerGenerator(own, mark=lambda: next(names))

@@ -55,14 +55,12 @@ class Learning:
         micro_steps: of a round, each of ``training.micro_batch`` records.
         rests: whether a topic without gains rests; systems of one and of several drafts train as
             much only if none does.
-        synthetic: synthetic records per training record.
         seed: of drawing and of the batches' order.
     """
 
     requests_per_round: int = 16
     micro_steps: int = 32
     rests: bool = True
-    synthetic: float = 0.0
     seed: int = 0
 
 
@@ -142,7 +140,7 @@ class Learner:
         learning: see Learning.
         put: queues new weights, see PendingUpdates.put.
         replay: settings of the shards.
-        before_round: adds synthetic records.
+        synthetic: makes synthetic records before each round; None for none.
     """
 
     def __init__(
@@ -153,11 +151,11 @@ class Learner:
         put: Callable[[SwapWeights], None] = lambda _: None,
         *,
         replay: ReplaySettings | None = None,
-        before_round: Callable[[LocalClient], None] = lambda _: None,
+        synthetic: SyntheticRecords | None = None,
     ) -> None:
-        own = replace(replay or ReplaySettings(), synthetic_per_record=learning.synthetic)
+        own = replay or ReplaySettings()
         self.client = LocalClient(folder, settings.draft_paths, own, learning.seed)
-        self._put, self._learning, self._before_round = put, learning, before_round
+        self._put, self._learning, self._synthetic = put, learning, synthetic
         self._clock = _Clock()
         schedule = settings.schedule
         if not learning.rests:
@@ -190,7 +188,8 @@ class Learner:
         self._records += 1
         if self._records % self._learning.requests_per_round:
             return
-        self._before_round(self.client)
+        if self._synthetic is not None:
+            self._synthetic.fill(self.client)
         began = time.process_time()
         self._loop.run_round()
         for known in self._known:
@@ -206,11 +205,15 @@ class Learner:
         return version, None if flat is None else unflatten(flat)
 
     def facts(self) -> dict[str, Any]:
-        """Cost and decisions of training; ``seconds`` are the processor's, swaps included."""
+        """Cost and decisions of training; ``seconds`` are the processor's, swaps included.
+
+        ``synthetic``: counts and cost of synthetic records, if any were to be made.
+        """
         decisions = [
             {k: v for k, v in d.items() if k != "time"} for d in self.client.registry.history()
         ]
-        return {
+        made = {} if self._synthetic is None else {"synthetic": self._synthetic.facts()}
+        return made | {
             "seconds": self.seconds,
             "micro_steps": self._loop.progress.micro_steps,
             "published": sum(d["outcome"] == "published" for d in decisions),

@@ -21,7 +21,6 @@ COLOURS = {
     "suffix": "#4f8a5b",
     "frozen_both": "#b39bc4",
     "both": "#7a4f9a",
-    "with synthetic records": "#b8860b",
 }
 _CEILING = {"color": "#3b5b92", "linestyle": "--", "label": "offline ceiling, on the test"}
 

@@ -144,7 +144,7 @@ def run_arm(
     """
     drafts = (GENERAL,) if name == SINGLE else (GENERAL, *TOPICS)
     stream, classify = mixed_stream(lab, learning.seed), router.classifier.classify
-    with lab.learner(drafts, learning) as (learner, _):
+    with lab.learner(drafts, learning) as learner:
         for prompt, record in stream:
             topic = choose_topic(classify(prompt.text), drafts, router.min_confidence)
             learner.add(record, topic)

@@ -63,7 +63,7 @@ def shift(
         return found
 
     def make() -> Unit:
-        with lab.learner(experts, learning) as (learner, _):
+        with lab.learner(experts, learning) as learner:
             scores, phases = [scores_of(learner)], []
             for records in phases_of(lab, kind, order):
                 learnt = streams.learn(lab, learner, records, draft_of)

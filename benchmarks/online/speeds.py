@@ -77,7 +77,7 @@ def speed(lab: Lab, topic: str, learning: Learning) -> Unit:
 
         timings, training = list[Timing](), list[float]()
         texts: dict[str, dict[str, list[int]]] = {arm: {} for arm in arms}
-        with lab.learner([topic], learning, put) as (learner, _):
+        with lab.learner([topic], learning, put) as learner:
             for number, block in enumerate(blocks):
                 records = []
                 for arm in rotation(list(arms), number):

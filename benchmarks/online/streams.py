@@ -7,10 +7,10 @@ no answer. What speculation with a draft would have done is replayed on them (ro
 weights that are served when the request comes; acceptance on the test is teacher-forced. Nothing
 here depends on how busy the machine is; speeds are those of speeds.py.
 
-Parts: ``streams`` learns from a topic's prompts alone; ``seeds`` again with other seeds;
-``synthetic`` has the target answer its prompts again, sampled; ``ceilings`` distils the same draft
-offline from the training side. Units that are there are kept, and figures are written after every
-topic.
+Parts: ``streams`` learns as configured, further answers included (``--set
+training.synthetic_per_record=0``: without); ``seeds`` again with other seeds; ``ceilings`` distils
+the same draft offline from the training side. Units that are there are kept, and figures are
+written after every topic.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.actors.training.distiller import Distiller
 
 ORDER = ("math", "sql", "shell", "code")
 FOLDER_TOPICS = (*ORDER, "chat", "finance")
-PARTS = ("streams", "seeds", "synthetic", "ceilings")
+PARTS = ("streams", "seeds", "ceilings")
 SERVED = ("frozen", "suffix", "online", "frozen_both", "both")
 COUNTS = ("rounds", "accepted", "drafted", "tokens")
 LEAST_GAP = 0.15  # from frozen to ceiling, below which a share of it says little
@@ -89,7 +89,7 @@ def stream(lab: Lab, topic: str, learning: Learning, *, run: bool = True) -> Uni
     of a draft and ``suffix`` together, ``both`` with the draft that learns, as is served by
     default; ``checkpoints``: scores per test prompt by requests; ``test_`` and these names: counts
     of the test, with the last weights and with all answers of the stream known;
-    ``learning``: cost and decisions; ``synthetic``: what was made.
+    ``learning``: see Learner.facts.
     """
 
     def make() -> Unit:
@@ -101,7 +101,7 @@ def stream(lab: Lab, topic: str, learning: Learning, *, run: bool = True) -> Uni
             "test_frozen": counts_of(lab.replayed(first[1]), test),
         }
         scores, agreements = {"0": lab.scores(topic, None)}, list[Agreement]()
-        with lab.learner([topic], learning) as (learner, synthetic):
+        with lab.learner([topic], learning) as learner:
             for learnt in learn(lab, learner, records):
                 before, done = len(agreements), len(agreements) + len(learnt)
                 agreements += learnt
@@ -110,8 +110,6 @@ def stream(lab: Lab, topic: str, learning: Learning, *, run: bool = True) -> Uni
                     say(f"{topic}: {done} requests, acceptance {np.mean(scores[str(done)]):.3f}")
             state, found["learning"] = learner.served(topic)[1], learner.facts()
         found |= {"checkpoints": scores, "online": counts_of(lab.replayed(agreements), records)}
-        if synthetic is not None:
-            found["synthetic"] = synthetic.facts()
         k, most = lab.sizes.k, lab.sizes.max_tokens
         found["suffix"] = counts_of(replayed_suffixes(records, k, most), records)
         found["test_suffix"] = counts_of(replayed_suffixes(test, k, most, records), test)
@@ -235,17 +233,24 @@ def acceptance_summary(unit: Unit, ceiling: Unit | None) -> dict[str, Any]:
 
 
 def cost(unit: Unit) -> dict[str, Any]:
-    """Training's processor seconds, in all and per point (0.01) of test acceptance; decisions."""
-    found, training_s = acceptance_summary(unit, None), float(unit["learning"]["seconds"])
+    """Processor seconds of training and of synthetic records, in all and per point; decisions.
+
+    A point is 0.01 of test acceptance.
+    """
+    found, learning = acceptance_summary(unit, None), unit["learning"]
+    seconds = {
+        "training_s": float(learning["seconds"]),
+        "synthetic_s": float(learning.get("synthetic", {}).get("seconds", 0.0)),
+    }
     points = 100.0 * (found["online"]["value"] - found["frozen"]["value"])
-    return {name: unit["learning"][name] for name in ("micro_steps", "published", "rejected")} | {
-        "training_s": training_s,
-        "seconds_per_point": training_s / points if points > 0 else None,
+    return {name: learning[name] for name in ("micro_steps", "published", "rejected")} | {
+        **seconds,
+        "seconds_per_point": sum(seconds.values()) / points if points > 0 else None,
     }
 
 
 def topic_summary(
-    unit: Unit, ceiling: Unit | None, seeds: Sequence[Unit], synthetic: Unit | None, size: int
+    unit: Unit, ceiling: Unit | None, seeds: Sequence[Unit], size: int
 ) -> dict[str, Any]:
     """Figures of a topic's stream, in windows of ``size`` requests."""
     parts = {name: unit[f"test_{name}"] for name in SERVED}
@@ -259,11 +264,6 @@ def topic_summary(
         "seeds": [acceptance_summary(own, ceiling) for own in seeds],
         "machine": unit["machine"],
     }
-    if synthetic is not None:
-        found["synthetic"] = acceptance_summary(synthetic, ceiling) | {
-            "made": synthetic["synthetic"],
-            "test_served": served_summary(synthetic["test_online"]),
-        }
     return found
 
 
@@ -271,52 +271,33 @@ def topic_figures(lab: Lab, topic: str, options: argparse.Namespace) -> dict[str
     """Figures of a topic; what is missing of the wanted parts is run."""
     parts, learning = options.parts, Learning(micro_steps=options.micro_steps)
     seeds = [replace(learning, seed=seed) for seed in range(1, options.seeds)]
-    made = replace(learning, synthetic=options.synthetic)
     quick = Offline(steps_per_look=20, max_steps=40)
     offline = quick if options.quick else Offline(max_steps=2_000)
     own = stream(lab, topic, learning, run="streams" in parts)
     most = ceiling(lab, topic, offline, run="ceilings" in parts)
     others = [stream(lab, topic, s, run="seeds" in parts) for s in seeds]
-    more = stream(lab, topic, made, run="synthetic" in parts)
     found = [unit for unit in others if unit is not None]
-    return own and topic_summary(own, most, found, more, lab.sizes.window)
+    return own and topic_summary(own, most, found, lab.sizes.window)
 
 
 def draw(topics: dict[str, Any], out: Path) -> None:
-    """Write streams.png and, if there are synthetic records, synthetic.png."""
-    served = {t: facts["test_served"] for t, facts in topics.items()}
+    """Write streams.png."""
     levels = {
-        topic: own["ceiling"]["mean_acceptance_length"]["value"]
-        for topic, own in served.items()
-        if "ceiling" in own
+        topic: own["test_served"]["ceiling"]["mean_acceptance_length"]["value"]
+        for topic, own in topics.items()
+        if "ceiling" in own["test_served"]
     }
     curves = {topic: pd.DataFrame(facts["windows"]) for topic, facts in topics.items()}
     draw_curves(out / "streams.png", curves, levels, "tokens per round")
-    both = {topic: facts for topic, facts in topics.items() if "synthetic" in facts}
-    levels = {t: facts["ceiling"]["value"] for t, facts in both.items() if "ceiling" in facts}
-    curves = {
-        topic: pd.DataFrame(
-            {
-                "online": facts["checkpoints"],
-                "with synthetic records": facts["synthetic"]["checkpoints"],
-            }
-        )
-        for topic, facts in both.items()
-    }
-    draw_curves(out / "synthetic.png", curves, levels, "acceptance on the test")
 
 
 def rows_of(topics: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Acceptance on the test, a row per topic and amount of synthetic records."""
+    """Acceptance on the test, a row per topic."""
     names = ("frozen", "online", "ceiling", "gap_closed")
     for topic, facts in topics.items():
-        for kind, own in (("", facts), ("with synthetic records", facts.get("synthetic"))):
-            if own is not None:
-                row = {name: interval(own[name]) for name in names if name in own}
-                curve = list(own["checkpoints"].values())
-                yield {"topic": topic, "": kind, **row, "reached": own.get("reached")} | {
-                    "checkpoints": curve
-                }
+        row = {name: interval(facts[name]) for name in names if name in facts}
+        curve = list(facts["checkpoints"].values())
+        yield {"topic": topic, **row, "reached": facts.get("reached"), "checkpoints": curve}
 
 
 def report(figures: dict[str, Any]) -> None:
@@ -357,7 +338,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--parts", nargs="+", choices=PARTS, default=("streams", "ceilings"))
     add("--ceiling", type=int, help="prompts of the ceiling at most; 2000, with --quick 64")
     add("--seeds", type=int, default=2, help="of training; 0 is that of the stream")
-    add("--synthetic", type=float, default=4.0, help="further answers per record")
     options = parsed(parser, argv, topics=("sql", "shell"))
     prepare(options.threads)
     lab = stream_lab(options)

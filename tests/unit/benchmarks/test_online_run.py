@@ -29,14 +29,12 @@ def lab(out: Path) -> Lab:
 @pytest.mark.full
 @pytest.mark.usefixtures("deepspeed")
 def test_units_resume_and_become_figures_and_pictures(tmp_path: Path) -> None:
-    made = replace(LEARNING, synthetic=2.0)
     seed = replace(LEARNING, seed=1)
 
     def units(own: Lab) -> list[Any]:
         return [
             streams.stream(own, "sql", LEARNING),
             streams.stream(own, "sql", seed),
-            streams.stream(own, "sql", made),
             streams.ceiling(own, "sql", OFFLINE),
             *(
                 shifts.shift(own, "abrupt", s, replace(LEARNING, rests=False))
@@ -45,12 +43,12 @@ def test_units_resume_and_become_figures_and_pictures(tmp_path: Path) -> None:
         ]
 
     found = units(lab(tmp_path))
-    stream, retrained, synthetic, ceiling, *both = found
+    stream, retrained, ceiling, *both = found
     assert set(stream["checkpoints"]) == set(retrained["checkpoints"]) == {"0", "8", "16"}
     assert [r[3] for r in stream["frozen"]] == [r[3] for r in stream["online"]]  # the same texts
     assert 0 < stream["learning"]["micro_steps"] <= 2 * LEARNING.micro_steps
     assert retrained["frozen"] == stream["frozen"]
-    assert 0 < synthetic["synthetic"]["made"] <= 2.0 * SIZES.stream
+    assert 0 < stream["learning"]["synthetic"]["made"] <= 4.0 * SIZES.stream
     assert ceiling["records"] == 40
     assert [len(unit["phases"]) for unit in both] == [4, 4]
 
@@ -58,7 +56,7 @@ def test_units_resume_and_become_figures_and_pictures(tmp_path: Path) -> None:
     again.engine = None  # type: ignore[assignment]  # nothing is served again
     assert units(again) == found
 
-    figures = streams.topic_summary(stream, ceiling, [retrained], synthetic, SIZES.window)
+    figures = streams.topic_summary(stream, ceiling, [retrained], SIZES.window)
     assert figures["requests"] == 16
     json.dumps(figures, allow_nan=False)
     streams.report({"topics": {"sql": figures}})
@@ -66,7 +64,7 @@ def test_units_resume_and_become_figures_and_pictures(tmp_path: Path) -> None:
     matrix = shifts.summary(both[0], {}, SIZES.window, abrupt=True)
     shifts.draw_shifts(tmp_path / "shifts.png", {"abrupt": matrix})
     pictures = {path.name for path in tmp_path.glob("*.png")}
-    assert pictures == {"streams.png", "synthetic.png", "shifts.png"}
+    assert pictures == {"streams.png", "shifts.png"}
 
 
 def test_the_parts_that_are_not_wanted_are_not_run(
@@ -75,9 +73,7 @@ def test_the_parts_that_are_not_wanted_are_not_run(
     monkeypatch.setattr(prompts, "_GENERATED", 400)
     own = lab(tmp_path)
     own.engine = None  # type: ignore[assignment]
-    options = argparse.Namespace(
-        parts=(), micro_steps=3, seeds=2, synthetic=1.0, quick=True, topics=["sql"]
-    )
+    options = argparse.Namespace(parts=(), micro_steps=3, seeds=2, quick=True, topics=["sql"])
     assert streams.topic_figures(own, "sql", options) is None
 
 

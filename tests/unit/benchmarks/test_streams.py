@@ -113,7 +113,13 @@ def stream(online: float) -> dict[str, Any]:
         "test_suffix": counts(2, 2),
         "test_frozen_both": counts(3, 3),
         "test_both": counts(9, 9),
-        "learning": {"seconds": 1.0, "micro_steps": 8, "published": 2, "rejected": 1},
+        "learning": {
+            "seconds": 1.0,
+            "synthetic": {"made": 3, "seconds": 0.5},
+            "micro_steps": 8,
+            "published": 2,
+            "rejected": 1,
+        },
         "machine": {},
     }
 
@@ -122,20 +128,18 @@ CEILING = {"test": [0.95, 0.95], "test_counts": counts(9, 9)}
 
 
 def test_a_topic_is_summed_up() -> None:
-    made = stream(0.95) | {"synthetic": {"made": 3}}
-    found = streams.topic_summary(stream(0.9), CEILING, [stream(0.9), stream(0.7)], made, 2)
+    found = streams.topic_summary(stream(0.9), CEILING, [stream(0.9), stream(0.7)], 2)
     assert found["gap_closed"]["value"] == pytest.approx(0.75 / 0.8, abs=1e-3)
     assert found["reached"]
     assert found["checkpoints"] == {0: pytest.approx(0.15), 4: 0.9}
     assert found["windows"]["online"] == {2: 1.6, 4: 2.8}
-    assert found["cost"]["seconds_per_point"] == pytest.approx(1.0 / 75.0)
+    assert found["cost"]["seconds_per_point"] == pytest.approx(1.5 / 75.0)
     assert found["test_served"]["online"]["acceptance_rate"]["value"] == pytest.approx(0.85)
     assert found["test_served"]["online"]["mean_acceptance_length"]["value"] == pytest.approx(2.7)
     assert [own["online"]["value"] for own in found["seeds"]] == pytest.approx([0.9, 0.7])
     closed = [own["gap_closed"]["value"] for own in found["seeds"]]
     assert closed == pytest.approx([0.75 / 0.8, 0.55 / 0.8])
-    assert found["synthetic"]["online"]["value"] == pytest.approx(0.95)
-    assert not streams.topic_summary(stream(0.8), CEILING, [], None, 2)["reached"]
+    assert not streams.topic_summary(stream(0.8), CEILING, [], 2)["reached"]
 
 
 def test_checkpoints_come_in_the_order_of_their_requests() -> None:
@@ -145,7 +149,7 @@ def test_checkpoints_come_in_the_order_of_their_requests() -> None:
 
 
 def test_without_a_ceiling_there_is_no_verdict() -> None:
-    found = streams.topic_summary(stream(0.9), None, [], None, 2)
+    found = streams.topic_summary(stream(0.9), None, [], 2)
     assert "reached" not in found
     assert "ceiling" not in found["test_served"]
 
