@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.actors.engine.grammar import GrammarCompiler, GrammarError, tokenizer_json
 from paceline.actors.engine.inference import inference
 from paceline.actors.engine.logits_processors import TokenMasks, count_tokens, make_token_masks
-from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.engine.model_runner import ModelRunner, PromptTokens
 from paceline.actors.engine.recorder import RecordBuffer
 from paceline.actors.engine.request import (
     FAILED,
@@ -208,12 +208,17 @@ class Engine:
         outputs = [StepOutput(s.request_id, s.next_chunk()) for s in finished]
         self.updates.apply(busy=bool(self._running))
         self._scheduler.schedule()
-        self._prefill()
+        prompts = self._prefill()
         outputs += self._finish_prompts()
-        ready = [s for s in self._running.values() if s.prefilled]
+        begun = {s.request_id for s, size in prompts if size == s.num_uncomputed}
+        ready = [s for s in self._running.values() if s.prefilled or s.request_id in begun]
         if not ready:
+            self._compute(prompts)
             return outputs
-        return outputs + self._decode(ready, [s for s in self._running.values() if not s.prefilled])
+        others = [
+            s for s in self._running.values() if not s.prefilled and s.request_id not in begun
+        ]
+        return outputs + self._decode(ready, others, prompts)
 
     def fail_all(self) -> list[StepOutput]:
         """Finish all requests after a failure of the target, waiting ones as refused."""
@@ -229,30 +234,58 @@ class Engine:
         self._waiting.clear()
         return outputs
 
-    def _prefill(self) -> None:
-        """Compute at most ``prefill_chunk`` prompt tokens, which bounds the length of a round."""
+    def _prefill(self) -> list[tuple[Sequence, int]]:
+        """Compute at most ``prefill_chunk`` prompt tokens, which bounds the length of a round.
+
+        Returns:
+            those of them that decoding computes in the same forward, which reads weights once:
+            requests and numbers of tokens.
+        """
         left = self._settings.prefill_chunk
         while left and (prompts := [s for s in self._running.values() if not s.prefilled]):
             computing, waiting = self._scheduler.choose_prompts(prompts)
             shares = split_prefill_budget([s.num_uncomputed for s in computing], left)
+            now, later = list[tuple[Sequence, int]](), list[tuple[Sequence, int]]()
             for sequence, share in zip(computing, shares, strict=True):
+                joins = self._runner.is_ragged and not waiting and sequence.joins_decoding
                 if share:
-                    self._prefill_chunk(sequence, share)
-                    self._scheduler.cache_prefix(sequence)
+                    (later if joins else now).append((sequence, share))
+            self._compute(now)
             if not waiting:
-                return
+                return later
             left -= sum(shares)
             for sequence in waiting:
                 self._scheduler.take_prefix(sequence)
+        return []
 
-    def _prefill_chunk(self, sequence: Sequence, size: int) -> None:
-        """Compute the next tokens of a prompt, fewer if their log-probabilities are needed."""
+    def _compute(self, parts: list[tuple[Sequence, int]]) -> None:
+        """Compute the next tokens of prompts, so many of each."""
+        plain = [part for part in parts if not part[0].needs_prompt_logprobs]
+        if plain:
+            self._runner.prefill_prompts(self._prompt_tokens(plain))
+            self._note_computed(plain)
+        for sequence, size in parts:
+            if sequence.needs_prompt_logprobs:
+                self._compute_logprobs(sequence, size)
+                self._scheduler.cache_prefix(sequence)
+
+    def _prompt_tokens(self, parts: list[tuple[Sequence, int]]) -> list[PromptTokens]:
+        return [
+            PromptTokens(self._rows.row(s.request_id), s.tokens[start : start + size], start)
+            for s, size in parts
+            for start in (s.num_computed,)
+        ]
+
+    def _note_computed(self, parts: list[tuple[Sequence, int]]) -> None:
+        for sequence, size in parts:
+            sequence.num_computed += size
+            self._scheduler.cache_prefix(sequence)
+
+    def _compute_logprobs(self, sequence: Sequence, size: int) -> None:
+        """Compute the next tokens of a prompt with their log-probabilities, ``size`` at most."""
         start, row = sequence.num_computed, self._rows.row(sequence.request_id)
         wanted = sequence.request.sampling.prompt_logprobs
-        if wanted is None or not sequence.needs_prompt_logprobs:
-            self._runner.prefill(row, sequence.tokens[start : start + size], start)
-            sequence.num_computed += size
-            return
+        assert wanted is not None
         size = min(size, max(1, _MAX_PROMPT_LOGITS // self._runner.vocab_size))
         logits = self._runner.prefill(row, sequence.tokens[start : start + size], start, keep=0)
         targets = sequence.request.prompt_token_ids[start + 1 : start + 1 + size]
@@ -272,9 +305,21 @@ class Engine:
                 outputs.append(StepOutput(sequence.request_id, chunk, record, outcome))
         return outputs
 
-    def _decode(self, batch: list[Sequence], prefilling: list[Sequence]) -> list[StepOutput]:
+    def _decode(
+        self,
+        batch: list[Sequence],
+        prefilling: list[Sequence],
+        prompts: list[tuple[Sequence, int]],
+    ) -> list[StepOutput]:
+        """Draft, verify, emit.
+
+        Args:
+            batch: requests of which all tokens but the last are computed, or are with ``prompts``.
+            prefilling: those of which more is left.
+            prompts: what is computed in the same forward, see :meth:`_prefill`.
+        """
         rows = [self._rows.row(s.request_id) for s in batch]
-        proposal = self.draft_runner.propose(batch, rows, prefilling)
+        proposal = self.draft_runner.propose(batch, rows, prefilling, timed=not prompts)
         device = self._runner.device
         latest = [(s.tokens[-1], len(s.tokens) - 1, s.num_output) for s in batch]
         state = device_tensor(latest, device)
@@ -283,7 +328,11 @@ class Engine:
             tokens = torch.cat([tokens, proposal.token_ids], dim=1)
             positions = positions + _steps(tokens.shape[1], device)
         span = max(len(s.tokens) for s in batch) + tokens.shape[1] - 1
-        logits = self._runner.verify(rows, tokens, positions, span, proposal.num_drafted)
+        of_prompts = self._prompt_tokens(prompts)
+        logits = self._runner.verify(
+            rows, tokens, positions, span, proposal.num_drafted, of_prompts
+        )
+        self._note_computed(prompts)
         params, counts = self._params.get([s.request.sampling for s in batch]), None
         if params.logits_processors is not None:
             histories = [(s.tokens, s.num_output) for s in batch]

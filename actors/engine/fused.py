@@ -379,6 +379,25 @@ class FusedDecoder:
         hidden = self._hidden(token_ids, step, layout, 0)
         return self._logits(layout.last_tokens(hidden, keep), layout), layout.to_rows(hidden)
 
+    def first_logits(
+        self, token_ids: Tensor, step: StepContext, layout: ExpertLayout, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a token of each of B rows by the kernels, see :meth:`with_hidden`.
+
+        The layout must be of one expert.
+
+        Args:
+            token_ids: int64 ``[B, 1]``.
+            step: rows and positions.
+            layout: expert of the rows.
+            count: return logits of the first ``count`` rows only.
+
+        Returns:
+            logits ``[count, 1, V]``; hidden states ``[B, 1, H]``.
+        """
+        assert self._stack.kernels is not None
+        return self._run(self._stack.kernels, token_ids, step, layout, 1, count)
+
     def _run(
         self,
         kernels: Kernels,
@@ -386,6 +405,7 @@ class FusedDecoder:
         step: StepContext,
         layout: ExpertLayout,
         keep: int,
+        logit_rows: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """All of a single expert's forward in one call: what is between two takes its time."""
         expert = layout.experts[0]
@@ -400,6 +420,7 @@ class FusedDecoder:
             self._head.packed(ends),
             self._known(token_ids),
             keep,
+            logit_rows,
         )
         return resize_logits(logits, self.vocab_size), states
 

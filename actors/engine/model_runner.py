@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -53,6 +54,21 @@ def kv_block_size(config: PreTrainedConfig, dtype: torch.dtype, device: torch.de
         device: of keys and values.
     """
     return paged.block_size(device, dtype, int(config.num_attention_heads), *kv_shapes(config)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Consecutive tokens of one row, at least one, of which no logits are needed.
+
+    Attributes:
+        row: of the KV cache.
+        token_ids: from position ``start`` on.
+        start: position of the first one.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    start: int
 
 
 class ModelRunner:
@@ -167,6 +183,7 @@ class ModelRunner:
         positions: Tensor,
         span: int,
         num_drafted: Tensor,
+        prompts: Sequence[PromptTokens] = (),
     ) -> Tensor:
         """Compute the last token of B rows and their drafted tokens, see :meth:`forward`.
 
@@ -176,21 +193,53 @@ class ModelRunner:
             positions: int64 ``[B, k + 1]``.
             span: 1 + the largest position that any row reads.
             num_drafted: int64 ``[B]``; tokens behind a row's own are padding.
+            prompts: to compute in the same forward; it must be ragged. They may come before a
+                row's last token.
 
         Returns:
             logits ``[B, k + 1, V]``; those of padding are of any token, or zeros.
         """
         counts = (num_drafted + 1).tolist() if self.is_ragged else []
-        if not counts or sum(counts) == token_ids.numel():
+        if not prompts and (not counts or sum(counts) == token_ids.numel()):
             return self.forward(rows, token_ids, positions, span)
         own = torch.arange(token_ids.shape[1]) <= num_drafted[:, None]
-        # A token is a row of its own, which all kernels allow: they store keys before they read,
-        # and read what neighbouring tokens of one row attend to once.
         of_tokens = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-        logits = self.forward(of_tokens, token_ids[own][:, None], positions[own][:, None], span)
+        logits = self._run_ragged(of_tokens, token_ids[own], positions[own], span, prompts)
+        if len(of_tokens) == own.numel():
+            return logits.view(*own.shape, -1)
         padded = logits.new_zeros(own.numel(), self.vocab_size)
-        padded.index_copy_(0, own.flatten().nonzero().flatten(), logits[:, 0])
+        padded.index_copy_(0, own.flatten().nonzero().flatten(), logits)
         return padded.view(*own.shape, -1)
+
+    @inference
+    def _run_ragged(
+        self,
+        rows: list[int],
+        token_ids: Tensor,
+        positions: Tensor,
+        span: int,
+        prompts: Sequence[PromptTokens],
+    ) -> Tensor:
+        """Compute N tokens and those of prompts; return the former's logits ``[N, V]``.
+
+        A token is a row of its own, which all kernels allow: they store keys before they read, and
+        read what neighbouring tokens of one row attend to once.
+        """
+        assert isinstance(self.decoder, FusedDecoder)
+        count, rows = len(rows), [*rows, *(p.row for p in prompts for _ in p.token_ids)]
+        tokens = [token for p in prompts for token in p.token_ids]
+        at = [p.start + i for p in prompts for i in range(len(p.token_ids))]
+        token_ids = torch.cat([token_ids, torch.tensor(tokens, dtype=torch.int64)])[:, None]
+        positions = torch.cat([positions, torch.tensor(at, dtype=torch.int64)])[:, None]
+        span = max([span, *(p.start + len(p.token_ids) for p in prompts)])
+        self.kv.sync()
+        index = torch.tensor(rows, dtype=torch.int64)
+        step = StepContext.at(self.kv, index, positions, span)
+        layout = _first_model(len(rows), self.device)
+        logits, hidden = self.decoder.first_logits(token_ids, step, layout, count)
+        if self.kv.hidden is not None:
+            step.write_hidden(hidden)
+        return logits[:, 0]
 
     @inference
     def rollout(
@@ -246,6 +295,15 @@ class ModelRunner:
         positions = torch.arange(start, end, device=self.device)[None]
         layout = ExpertLayout([expert], self.device)
         return self.forward([row], tokens, positions, span=end, keep=keep, layout=layout)[0]
+
+    def prefill_prompts(self, prompts: Sequence[PromptTokens]) -> None:
+        """Store keys and values of prompts' tokens; their rows must have blocks for them."""
+        if self.is_ragged:
+            none = torch.empty(0, dtype=torch.int64)
+            self._run_ragged([], none, none, 0, prompts)
+            return
+        for prompt in prompts:
+            self.prefill(prompt.row, prompt.token_ids, prompt.start)
 
     def prefill_batch(
         self,

@@ -133,6 +133,11 @@ class Sequence:
         return self.num_uncomputed <= 0
 
     @property
+    def joins_decoding(self) -> bool:
+        """Whether the forward that computes the end of the prompt may give the first token."""
+        return self.max_tokens > 0 and not self.needs_prompt_logprobs
+
+    @property
     def needs_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still to be computed."""
         return self.first_position < self._num_prompt - 1

@@ -84,10 +84,10 @@ class RoundStats:
     """Totals of rounds.
 
     Attributes:
-        seconds: of all rounds, without prefill.
+        seconds: of all rounds that computed no prompts.
         drafting_s: seconds of these spent on drafting.
         plain_s: seconds that plain decoding is expected to take for the same tokens.
-        tokens: emitted, those behind the end of an answer included.
+        tokens: emitted in these rounds, those behind the end of an answer included.
         counts: by topic and draft, which is its slot or initial weights (``sql@candidate``).
         versions: by draft and weight_version, for the latest versions of each; only rounds with
             drafts.

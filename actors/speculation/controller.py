@@ -163,7 +163,7 @@ class SpeculationController:
         accepted: list[int],
         by_model: Sequence[int],
         probs: Sequence[Sequence[float]],
-        round_s: float,
+        round_s: float | None,
         drafting_s: float,
         *,
         proposed: bool,
@@ -178,7 +178,7 @@ class SpeculationController:
             by_model: of the drafted tokens, those of draft models, the first; the others, which a
                 grammar forced or suffixes proposed, are no draft's merit or cost.
             probs: of the drafted tokens per row, by their drafts.
-            round_s: seconds of the whole round.
+            round_s: seconds of the whole round; None if they tell no cost.
             drafting_s: seconds of it that went to drafting.
             proposed: whether the proposer was called, and may have prefilled.
 
@@ -203,7 +203,8 @@ class SpeculationController:
                 return self._policy.plain_decode_seconds(len(batch), len(batch))
             timed_steps = 0 if self._proposer.timed_out else max(by_model)
             sizes = (len(active), self._proposer.num_models(set(active)), timed_steps)
-            verify_s, column = round_s - drafting_s, self._policy.column(drafted)
+            column = self._policy.column(drafted)
+            verify_s = None if round_s is None else round_s - drafting_s
             self._policy.observe_round(len(batch), column, verify_s, sizes, drafting_s, prefilled)
             return self._policy.plain_decode_seconds(len(batch), len(batch) + sum(accepted))
         except Exception:

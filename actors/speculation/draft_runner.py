@@ -61,6 +61,7 @@ class DraftRunner:
         self._device = device
         self._clock = clock
         self._round_start = 0.0
+        self._timed = True
         self._drafting_s = 0.0
         self._proposed = False
         self._limits: list[int] = []
@@ -93,6 +94,8 @@ class DraftRunner:
         batch: Sequence[RunningSequence],
         target_rows: Sequence[int],
         prefilling: Sequence[RunningSequence] = (),
+        *,
+        timed: bool = True,
     ) -> Proposal:
         """Draft tokens for the batch; starts the round's clock.
 
@@ -101,12 +104,16 @@ class DraftRunner:
             target_rows: row of each in the target's KV cache.
             prefilling: sequences of which the target still computes the prompt; k is chosen for
                 them too, as they decode soon.
+            timed: False if the round computes prompts too: its time tells no cost of decoding.
         """
-        self._round_start = self._clock()
+        self._round_start, self._timed = self._clock(), timed
         self.updates.failed_candidates.assign_reports(batch)
-        self._limits = num_draft_tokens = self._controller.choose_num_draft_tokens(
+        chosen = self._controller.choose_num_draft_tokens(
             batch, prefilling, self._disabled_drafts()
         )
+        # A draft may read what the target has computed: of a prompt that this round ends, nothing.
+        num_draft_tokens = [k if s.prefilled else 0 for s, k in zip(batch, chosen, strict=True)]
+        self._limits = num_draft_tokens
         grammars = {i: s.grammar for i, s in enumerate(batch) if s.grammar is not None}
         most = {i: self._controller.max_forced_tokens(batch[i]) for i in grammars}
         # What the grammar knows needs no draft.
@@ -167,7 +174,7 @@ class DraftRunner:
             self._look_ups.fail()
             if not found:
                 return wanted, {}
-            if self._controller.plain_is_due(batch):
+            if self._timed and self._controller.plain_is_due(batch):
                 return [0] * len(batch), {}
             lengths = self._controller.choose_suffix_lengths(batch, wanted, found)
             if lengths:
@@ -226,13 +233,14 @@ class DraftRunner:
             accepted,
             by_model,
             self._probs.tolist(),
-            round_s,
+            round_s if self._timed else None,
             self._drafting_s,
             proposed=self._proposed,
         )
         if any(s.request.background for s in batch):  # then all are, and their speed does not count
             return
-        self.round_stats.add_round(round_s, self._drafting_s, tokens, plain_s)
+        if self._timed:
+            self.round_stats.add_round(round_s, self._drafting_s, tokens, plain_s)
         for s in batch:
             if s.num_speculative_tokens != 0:
                 self.round_stats.add_row(s.request.topic, s.draft, s.weight_version, *s.last_round)

@@ -377,7 +377,7 @@ class GoodputPolicy:
         self,
         rows: int,
         column: int,
-        verify_s: float,
+        verify_s: float | None,
         drafting: tuple[int, int, int],
         draft_s: float,
         prefilled: DraftPrefill = _NO_PREFILL,
@@ -387,13 +387,16 @@ class GoodputPolicy:
         Args:
             rows: B.
             column: see :meth:`column`.
-            verify_s: seconds of all but drafting.
+            verify_s: seconds of all but drafting; None if they tell no cost.
             drafting: (rows, experts, steps) of the drafting; 0 steps if there was none, or its
                 time says nothing of the cost of steps.
             draft_s: seconds of drafting.
             prefilled: what drafts prefilled in these seconds.
         """
-        self._target.observe(rows, column, verify_s)
+        if verify_s is None:
+            verify_s = self._target.seconds(rows, column)
+        else:
+            self._target.observe(rows, column, verify_s)
         # Drafts are measured relative to the target's present pace: in a slow moment both must
         # look slow, else the drafts of that moment would be off until their next probe.
         drafted_rows, experts, steps = drafting

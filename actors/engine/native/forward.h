@@ -14,6 +14,15 @@ void each(int64_t count, int64_t threads_, const F& f) {
   threads().run(call, &f, count, static_cast<int>(threads_));
 }
 
+// The same where each call is short: several are taken at a time, as many as leave eight turns a thread.
+template <class F>
+void each_of_many(int64_t count, int64_t threads_, const F& f) {
+  const int64_t size = std::max<int64_t>(1, count / (8 * std::max<int64_t>(1, threads_)));
+  each((count + size - 1) / size, threads_, [&](int64_t part) {
+    for (int64_t i = part * size; i < std::min(count, (part + 1) * size); ++i) f(i);
+  });
+}
+
 // Products of one shape with several weights.
 template <class T>
 void multiply(const Product* products, int64_t count, int64_t threads_) {
@@ -126,7 +135,7 @@ class LayerRun {
   // Adds `delta` to the residual stream and normalises it.
   void norm(const T* delta, const void* LayerWeights::* weight) {
     T* x = static_cast<T*>(f_.x);
-    each(n_, f_.threads, [&](int64_t i) {
+    each_of_many(n_, f_.threads, [&](int64_t i) {
       const LayerWeights& own = weights(i / f_.tokens);
       const int64_t at = i * f_.hidden;
       add_norm(x + at, delta == nullptr ? nullptr : delta + at, static_cast<const T*>(own.*weight),
@@ -146,7 +155,7 @@ class LayerRun {
   void attend_layer() {
     const LayerCache& cache = f_.caches[layer_];
     if (weights(0).queries != nullptr)
-      each(n_, f_.threads, [&](int64_t i) { norm_heads(i); });
+      each_of_many(n_, f_.threads, [&](int64_t i) { norm_heads(i); });
     a_.window = cache.window;
     attend(a_, f_.threads, qkv_, static_cast<const T*>(f_.cos), static_cast<const T*>(f_.sin),
            static_cast<T*>(cache.keys), static_cast<T*>(cache.values), mixed_);
@@ -164,7 +173,7 @@ class LayerRun {
   void activate() {
     constexpr int64_t kPart = 512;
     const int64_t size = f_.intermediate, parts = (size + kPart - 1) / kPart;
-    each(n_ * parts, f_.threads, [&](int64_t i) {
+    each_of_many(n_ * parts, f_.threads, [&](int64_t i) {
       const int64_t token = i / parts, from = i % parts * kPart;
       const T* gate = gate_up_ + token * 2 * size + from;
       silu_mul(gate, gate + size, std::min(kPart, size - from), active_ + token * size + from);
@@ -185,9 +194,9 @@ struct Model {
   Weight head;
   float eps;
   int64_t vocabulary;
-  int64_t keep;              // last tokens of each row that get logits
+  int64_t rows, keep;        // logits are of the first rows, and of their last tokens
   const int64_t* token_ids;  // [tokens]
-  void *states, *logits;     // [tokens, hidden], after the norm; [batch * keep, head.out]
+  void *states, *logits;     // [tokens, hidden], after the norm; [rows * keep, head.out]
 };
 
 inline int64_t model_work_size(const Forward& f) { return work_size(f) + 3 * f.tokens * f.hidden; }
@@ -206,16 +215,16 @@ bool run_model(const Model& m) {
     std::memcpy(x + i * hidden, static_cast<const T*>(m.embedding) + m.token_ids[i] * hidden,
                 hidden * sizeof(T));
   LayerRun<T>(forward).run();
-  each(tokens, forward.threads, [&](int64_t i) {
+  each_of_many(tokens, forward.threads, [&](int64_t i) {
     const int64_t at = i * hidden;
     add_norm(x + at, out + at, static_cast<const T*>(m.norm), m.eps, hidden, states + at);
   });
-  const int64_t rows = tokens / steps;
+  if (m.rows == 0) return true;
   if (m.keep < steps)
-    for (int64_t row = 0; row < rows; ++row)
+    for (int64_t row = 0; row < m.rows; ++row)
       std::memcpy(kept + row * m.keep * hidden, states + ((row + 1) * steps - m.keep) * hidden,
                   m.keep * hidden * sizeof(T));
-  const Product product{m.keep < steps ? kept : states, m.logits, rows * m.keep, m.head};
+  const Product product{m.keep < steps ? kept : states, m.logits, m.rows * m.keep, m.head};
   multiply<T>(&product, 1, forward.threads);
   return true;
 }

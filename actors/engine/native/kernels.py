@@ -236,6 +236,7 @@ class Kernels:
         head: PackedWeight,
         token_ids: Tensor,
         keep: int,
+        logit_rows: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run a whole model of a single expert, see :meth:`forward`.
 
@@ -247,9 +248,10 @@ class Kernels:
             head: ``[V', H]``.
             token_ids: int64 ``[B, T]``.
             keep: logits of the last ``keep`` tokens; 0 is all.
+            logit_rows: of the first L rows alone; None is B.
 
         Returns:
-            logits ``[B, T or keep, V']``; states after the norm, ``[B, T, H]``.
+            logits ``[L, T or keep, V']``; states after the norm, ``[B, T, H]``.
 
         Raises:
             IndexError: a token id is not below V.
@@ -257,14 +259,15 @@ class Kernels:
         token_ids = token_ids.contiguous()
         (batch, steps), hidden = token_ids.shape, embedding.shape[1]
         keep = min(keep, steps) or steps
+        logit_rows = batch if logit_rows is None else logit_rows
         call, held = plan.call(hidden)
         states = embedding.new_empty(batch, steps, hidden)
-        logits = embedding.new_empty(batch, keep, head.out)
+        logits = embedding.new_empty(logit_rows, keep, head.out)
         memory = embedding.new_empty(self._model_work_size(call))
         call.memory = memory.data_ptr()
-        ends = embedding.data_ptr(), norm.data_ptr(), head.struct, eps, len(embedding), keep
+        ends = embedding.data_ptr(), norm.data_ptr(), head.struct, eps, len(embedding)
         outputs = token_ids.data_ptr(), states.data_ptr(), logits.data_ptr()
-        known = self._model(ModelStruct(call, *ends, *outputs))
+        known = self._model(ModelStruct(call, *ends, logit_rows, keep, *outputs))
         del held, memory
         if not known:
             raise IndexError("a token id is not in the model's vocabulary")

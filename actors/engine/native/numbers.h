@@ -8,6 +8,10 @@
 #include <limits>
 #include <type_traits>
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 struct Bf16 {
@@ -85,15 +89,22 @@ inline Vector load_floats(const Bf16* from, int64_t lanes) {
 
 // Stores the first lanes of a vector, each as narrow() has it.
 inline void store(Vector x, int64_t lanes, float* to) { std::memcpy(to, &x, lanes * sizeof *to); }
+inline Halves narrow_halves(Vector x) {
+#if defined(__AVX512BF16__)
+  return (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+  return __builtin_convertvector(narrow_bits((Words)x), Halves);
+#endif
+}
 inline void store(Vector x, int64_t lanes, Bf16* to) {
-  const Halves halves = __builtin_convertvector(narrow_bits((Words)x), Halves);
+  const Halves halves = narrow_halves(x);
   std::memcpy(to, &halves, lanes * sizeof *to);
 }
 
 template <class T>
 inline Vector rounded(Vector x) {
   if constexpr (std::is_same_v<T, float>) return x;
-  else return (Vector)(narrow_bits((Words)x) << 16);
+  else return (Vector)(__builtin_convertvector(narrow_halves(x), Words) << 16);
 }
 
 inline float sum_of(Vector x) {

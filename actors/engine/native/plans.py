@@ -69,7 +69,7 @@ class ModelStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("embedding", "norm")),
         ("head", WeightStruct),
         ("eps", ctypes.c_float),
-        *((name, ctypes.c_int64) for name in ("vocabulary", "keep")),
+        *((name, ctypes.c_int64) for name in ("vocabulary", "rows", "keep")),
         *((name, ctypes.c_void_p) for name in ("token_ids", "states", "logits")),
     )
 

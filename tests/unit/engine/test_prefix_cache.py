@@ -169,13 +169,18 @@ def test_running_requests_share_the_blocks_of_their_prompt() -> None:
 def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Prompt tokens of each call of the target from now on."""
     counts: list[int] = []
-    prefill = engine._runner.prefill
+    prefill, run_ragged = engine._runner.prefill, engine._runner._run_ragged
 
     def counted(row: int, tokens: list[int], *others: Any, **named: Any) -> Any:
         counts.append(len(tokens))
         return prefill(row, tokens, *others, **named)
 
+    def counted_ragged(*others: Any) -> Any:
+        counts.append(sum(len(prompt.token_ids) for prompt in others[-1]))
+        return run_ragged(*others)
+
     monkeypatch.setattr(engine._runner, "prefill", counted)
+    monkeypatch.setattr(engine._runner, "_run_ragged", counted_ragged)
     return counts
 
 

@@ -79,7 +79,7 @@ def test_tokens_and_latencies_of_every_request_are_counted() -> None:
         requests.first_token_s.recent
     )  # four rows, so two have waited
     assert 1 <= len(requests.per_token_s.recent) <= 6
-    assert rounds.tokens >= 6 * 13
+    assert rounds.tokens >= 6 * 12  # the first ones come with prompts
     assert 0.0 < rounds.drafting_s < rounds.seconds
     assert (figures.running, figures.waiting) == (0, 0)
     assert figures.kv_blocks_available == figures.kv_blocks

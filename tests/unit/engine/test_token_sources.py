@@ -30,12 +30,13 @@ def sources_of(outputs: list[StepOutput]) -> list[TokenSource]:
 
 
 def test_a_draft_that_is_the_target_is_accepted_with_a_bonus() -> None:
-    asked = request("r", PROMPT, max_tokens=9, ignore_eos=True, token_sources=True)
+    asked = request("r", PROMPT, max_tokens=10, ignore_eos=True, token_sources=True)
     found = sources_of(run(twin_engine(), [asked])["r"])
     kinds = [item.kind for item in found]
-    # the budget leaves the last token of an answer to the target
-    assert kinds == ["accepted"] * 3 + ["bonus"] + ["accepted"] * 3 + ["bonus"] + ["plain"]
-    assert [(i.draft, i.weight_version) for i in found] == [("a", 0)] * 8 + [(None, None)]
+    # the first token comes with the prompt; the budget leaves an answer's last one to the target
+    assert kinds == ["plain", *(["accepted"] * 3 + ["bonus"]) * 2, "plain"]
+    drafts = [(i.draft, i.weight_version) for i in found]
+    assert drafts == [(None, None), *[("a", 0)] * 8, (None, None)]
     assert all(i.acceptance_probability is None for i in found)  # greedy leaves nothing to chance
     assert all(i.rejected_token_id is None for i in found)
 
