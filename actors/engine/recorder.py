@@ -103,10 +103,14 @@ class Recorder:
             draft_probs: of every drafted token, see Proposal.token_probs.
             num_accepted: number of accepted ones.
             behind: the positions that follow the drafted tokens from the first rejected one on;
-                None or empty records no branch.
+                None or empty records no branch, nor does one that the target could not compute.
         """
         self._emitted.append((log, at))
-        if behind is not None and behind.stop > behind.start:
+        if (
+            behind is not None
+            and behind.stop > behind.start
+            and np.isfinite(log.logsumexp[behind]).all()
+        ):
             self._branches.append(
                 Branch(len(self._draft_ids) + num_accepted, drafts[num_accepted:], log, behind)
             )

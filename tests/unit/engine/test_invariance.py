@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.actors.engine.build import build_engine
 from paceline.actors.engine.fused import FusedDecoder
 from paceline.actors.engine.model_loader import load_causal_lm
-from paceline.actors.engine.model_runner import ModelRunner
+from paceline.actors.engine.model_runner import ModelRunner, PromptTokens
 from paceline.actors.engine.native.kernels import kernels_for
 from paceline.actors.engine.numerics import batch_invariant
 from paceline.actors.engine.request import GenerationRequest
@@ -104,6 +104,36 @@ def test_verification_of_own_tokens_alone_has_the_bits_of_a_padded_one(runner: M
     short = runner.verify(rows, tokens[:, start:], positions, span, torch.ones(4).long())
     assert torch.equal(short[:, :2], padded[:, :2])
     assert not short[:, 2:].any()
+
+
+def test_prompts_in_the_forward_that_decodes_change_no_bit(runner: ModelRunner) -> None:
+    """One row drafts, the prompt of one ends here, that of another goes on."""
+    tokens = torch.randint(5, 4000, (3, 40), generator=torch.Generator().manual_seed(8)).tolist()
+    drafted, span = torch.tensor([2, 0]), 31
+
+    def ends(rows: list[int], *, together: bool) -> tuple[Tensor, Tensor]:
+        runner.prefill(rows[0], tokens[0][:20], 0)
+        parts = [
+            PromptTokens(rows[1], tokens[1][:30], 0),
+            PromptTokens(rows[2], tokens[2][:9], 0),
+        ]
+        if not together:
+            for part in parts:
+                runner.prefill_prompts([part])
+        own = torch.tensor([tokens[0][20:23], [tokens[1][30], 0, 0]])
+        at = torch.stack([torch.arange(20, 23), torch.arange(30, 33)])
+        logits = runner.verify(rows[:2], own, at, span, drafted, parts if together else ())
+        runner.prefill_prompts([PromptTokens(rows[2], tokens[2][9:20], 9)])
+        after = torch.tensor([[7], [8], [9]]), torch.tensor([[23], [31], [20]])
+        return logits, runner.forward(rows, *after, 32)
+
+    apart, merged = ends([3, 1, 4], together=False), ends([0, 5, 2], together=True)
+    assert all(torch.equal(one, other) for one, other in zip(apart, merged, strict=True))
+    assert not merged[0][1, 1:].any()
+    assert torch.equal(
+        merged[1][1],
+        computed(runner, torch.tensor([[*tokens[1][:31], 8]]), [6], [32])[0, -1:],
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

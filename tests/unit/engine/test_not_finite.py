@@ -18,6 +18,7 @@ from paceline.actors.engine.decoders import ModuleDecoder
 from paceline.actors.engine.engine import Engine, StepOutput
 from paceline.actors.engine.fused import FusedDecoder
 from paceline.actors.engine.request import FINISH_NOT_FINITE
+from paceline.actors.replay.record import decode, encode
 from paceline.actors.speculation.rejection_sampler import non_finite_positions
 
 POISON = 7  # the token whose embedding is infinite, as activations are that overflow
@@ -182,6 +183,22 @@ def test_a_drafted_token_that_breaks_the_target_changes_no_answer(
     assert stats.num_draft_tokens or stats.draft == "off"  # off: computed again without drafts
     assert tokens_of(found) == expected
     assert found[-1].chunk.finish_reason == "length"
+
+
+def test_a_drafted_token_that_breaks_the_target_spoils_no_record() -> None:
+    """Nor the other branches, behind tokens that were drafted and rejected."""
+    dtype = torch.float32
+    asked = request("r", (1, *CLEAN), max_tokens=24, ignore_eos=True)
+    branches = []
+    for draft in (draft_of_one_token(dtype), llama(dtype, poisoned=False, seed=2, layers=1)):
+        serving = engine(llama(dtype), drafts={"a": draft})
+        serving._settings = replace(serving._settings, replay_branches=True)
+        serving._record_buffer = serving._make_record_buffer()
+        record = run(serving, [asked])["r"][-1].record
+        assert record is not None
+        branches.append(decode(encode(record)).branch_positions)  # it can be read
+    assert branches[0] is None
+    assert branches[1] is not None
 
 
 @pytest.mark.parametrize("at", range(1, 7))
