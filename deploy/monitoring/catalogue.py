@@ -134,8 +134,8 @@ METRICS: tuple[Metric, ...] = (
     _counter(TARGET, "spec_decode_num_accepted_suffix_tokens", "Of these, accepted", "topic"),
     _counter(TARGET, "prompt_tokens", "Prompt tokens of the requests that arrived", "topic"),
     _counter(TARGET, "generation_tokens", "Generated tokens that were sent", "topic"),
-    _counter(TARGET, "decode_tokens", "Tokens emitted by decoding rounds"),
-    _counter(TARGET, "decode_seconds", "Seconds of decoding rounds, without prefill"),
+    _counter(TARGET, "decode_tokens", "Tokens emitted by rounds that computed no prompt"),
+    _counter(TARGET, "decode_seconds", "Seconds of these rounds"),
     _counter(TARGET, "draft_seconds", "Seconds of drafting, part of decode_seconds"),
     _counter(
         TARGET,

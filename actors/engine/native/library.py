@@ -46,7 +46,8 @@ _FLAGS = (
     "-pthread",
 )
 _FLAGS_OF_VENDOR = {"GenuineIntel": ("-DPACELINE_MULTIPLY_ADDS",)}  # see products.h
-_FLAGS_OF_TILES = ("-DPACELINE_TILES_ALLOWED",)
+# Wide vectors make prompts 5 % faster there; they were timed on no other processor.
+_FLAGS_OF_TILES = ("-DPACELINE_TILES_ALLOWED", "-mprefer-vector-width=512")
 _TIMEOUT_S = 600  # of a start, for compiling and for waiting until another process has compiled
 _POLL_S = 0.1
 
