@@ -37,7 +37,8 @@ def replayed(agrees: Agreement, k: int, max_tokens: int) -> Tally:
     """Outcome of greedy speculation with ``k`` tokens a round; exact for causal LMs.
 
     A draft's tokens are the target's as long as they are accepted, so teacher-forced agreement
-    decides every round.
+    decides every round. Where the CPU's kernels compute an answer's first token with its prompt, no
+    draft proposes it: those who want just these rounds leave it out.
 
     Args:
         agrees: bool ``[S, N]``; a round's later tokens use its last step.
