@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from paceline.deploy.api.auth import is_loopback
 from paceline.deploy.cli.tables import added_topic_lines, part, status_text, topic_table
 from paceline.deploy.errors import (
     UNKNOWN_OUTCOME,
@@ -57,17 +58,25 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
     """Send a request with the API key of ``PACELINE_API_KEY``; returns the answer's JSON.
 
     Raises:
-        CallError: the server refuses, or (NoAnswerError) does not answer.
+        CallError: the server refuses, or (NoAnswerError) does not answer, or the environment
+            has a proxy or certificates that cannot be used.
     """
     key = os.environ.get(KEY_VARIABLE, "").strip()
     try:
         headers = {b"Authorization": b"Bearer " + key.encode()} if key else {}
-        address = url.rstrip("/") + path
-        answer = httpx.request(method, address, json=body, headers=headers, timeout=timeout_s)
+        address = httpx.URL(url.rstrip("/") + path)
+        # A proxy of the environment is for other hosts: it would get the key.
+        trust = not is_loopback(address.host)
+        answer = httpx.request(
+            method, address, json=body, headers=headers, timeout=timeout_s, trust_env=trust
+        )
     except (httpx.LocalProtocolError, UnicodeEncodeError) as error:  # its text is the key's
         raise CallError(f"{KEY_VARIABLE}: no valid key") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise NoAnswerError(f"{url} does not answer: {error}") from error
+    except (ImportError, OSError, ValueError) as error:  # nothing was sent
+        reason = f"the environment's proxy or certificates cannot be used: {error}"
+        raise CallError(f"{url} is not called: {reason}") from error
     try:
         content = answer.json()
     except ValueError as error:

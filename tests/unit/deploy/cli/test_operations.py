@@ -16,7 +16,7 @@ from paceline.actors.weights.registry import _SUBSCRIBER_TTL_S
 from paceline.actors.weights.subscriber import _POLL_S
 from paceline.deploy.cli import operations as operations_command
 from paceline.deploy.cli.main import main
-from paceline.deploy.errors import CallError
+from paceline.deploy.errors import CallError, NoAnswerError
 
 URL = "http://127.0.0.1:9"
 LIVE = {"live_drafts": {"sql": {"stable": 3, "candidate": 4}}}
@@ -120,6 +120,36 @@ def test_a_key_that_is_none_is_not_printed(key: str, monkeypatch: pytest.MonkeyP
     with answering(200, b"{}") as url, pytest.raises(CallError) as caught:
         operations_command.call(url, "GET", "/v1/paceline/status")
     assert str(caught.value) == "PACELINE_API_KEY: no valid key"
+
+
+def test_a_server_on_this_machine_is_called_without_the_environment_s_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with answering(200, b"{}") as proxy:
+        monkeypatch.setenv("http_proxy", proxy)
+        for name in ("ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        for host in ("127.0.0.1", "localhost", "[::1]"):
+            with pytest.raises(NoAnswerError, match="does not answer"):
+                operations_command.call(f"http://{host}:9", "GET", "/v1/paceline/status")
+        with pytest.raises(CallError, match="no Paceline server"):  # the proxy's answer
+            operations_command.call("http://x.example", "GET", "/v1/paceline/status")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ALL_PROXY", "socks5://127.0.0.1:9"), ("ALL_PROXY", "x://y"), ("SSL_CERT_FILE", "/nope")],
+)
+def test_an_environment_that_cannot_be_used_is_a_line(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for proxy in ("http_proxy", "HTTP_PROXY", "all_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(proxy, raising=False)
+    monkeypatch.setenv(name, value)
+    assert main(["status", "--url", "http://x.invalid"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("paceline: http://x.invalid is not called: the environment's proxy or")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
