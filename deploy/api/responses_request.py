@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AliasChoices,
     BeforeValidator,
     Discriminator,
     Field,
@@ -58,6 +59,7 @@ class ContentPart(RequestModel):
     text: str
     annotations: Any = None
     logprobs: Any = None
+    parsed: Any = None  # OpenAI's client sends back what it read of the text
 
 
 class MessageItem(RequestModel):
@@ -78,8 +80,13 @@ class FunctionCallItem(RequestModel):
     call_id: str
     name: str
     arguments: str
+    parsed_arguments: Any = None  # OpenAI's client sends back what it read of them
     id: Any = None
     status: Any = None
+    caller: Any = None
+    namespace: None = None
+    # OpenAI's client dumps its own name of the field.
+    is_async: Literal[False] | None = Field(None, validation_alias=AliasChoices("async", "async_"))
 
 
 class FunctionCallOutputItem(RequestModel):
@@ -90,6 +97,9 @@ class FunctionCallOutputItem(RequestModel):
     output: str | Items[ContentPart]
     id: Any = None
     status: Any = None
+    caller: Any = None
+    name: str | None = None
+    namespace: None = None
 
 
 class ReasoningItem(RequestModel):
@@ -247,8 +257,9 @@ class ResponsesRequest(SamplingOptions, ChatTemplateOptions):
                 calls = [*(turn.tool_calls or ()), call]
                 found.append(turn.model_copy(update={"tool_calls": calls}))
             elif isinstance(item, FunctionCallOutputItem):
+                text, name, call_id = _text(item.output), item.name, item.call_id
                 found.append(
-                    ChatMessage(role="tool", content=_text(item.output), tool_call_id=item.call_id)
+                    ChatMessage(role="tool", content=text, name=name, tool_call_id=call_id)
                 )
         if not found:
             raise invalid_value("input", "it has no message")

@@ -10,8 +10,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
+from openai.types.responses import (
+    ParsedResponseFunctionToolCall,
+    ParsedResponseOutputMessage,
+    ParsedResponseOutputText,
+    Response,
+    ResponseFunctionToolCallParam,
+    ResponseStreamEvent,
+)
+from openai.types.responses.response_input_param import FunctionCallOutput
+from pydantic import BaseModel, TypeAdapter
 from tiny_models import tiny_tokenizer
 
 from paceline.actors.engine.request import GenerationChunk, SpeculativeStats, TokenLogprob
@@ -19,7 +27,11 @@ from paceline.deploy.api.request_parser import parse_options, sampling_params
 from paceline.deploy.api.request_schemas import ChatMessage
 from paceline.deploy.api.response_builder import ResponseContext
 from paceline.deploy.api.responses_builder import ResponsesBuilder
-from paceline.deploy.api.responses_request import ResponsesRequest
+from paceline.deploy.api.responses_request import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    ResponsesRequest,
+)
 from paceline.deploy.api.token_names import TokenNames
 from paceline.deploy.api.tool_calls import ToolSyntax
 from paceline.deploy.api.tool_formats import HERMES
@@ -33,6 +45,7 @@ LAST = GenerationChunk(
 )
 LAST_EMPTY = dataclasses.replace(LAST, text="", token_ids=(8,))
 TOOL = {"type": "function", "name": "f"}
+CALL = {"type": "function_call", "call_id": "c0", "name": "f", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "c0", "output": "bin"}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
@@ -84,6 +97,38 @@ def test_calls_of_functions_are_one_turn_and_their_results_follow() -> None:
     assert (messages[2].tool_call_id, messages[2].text) == ("c0", "bin")
 
 
+@pytest.mark.parametrize("by_alias", [False, True])
+def test_a_history_comes_back_as_openai_s_client_dumps_what_it_parsed(by_alias: bool) -> None:
+    part = ParsedResponseOutputText[Any](
+        type="output_text", text="{}", annotations=[], parsed={"x": 1}
+    )
+    answer = ParsedResponseOutputMessage[Any](
+        id="msg_1", type="message", role="assistant", status="completed", content=[part]
+    )
+    call = ParsedResponseFunctionToolCall.model_validate(
+        CALL | {"parsed_arguments": {"x": 1}, "async": False}
+    )
+    dumped = [item.model_dump(by_alias=by_alias) for item in (answer, call)]
+    assert dumped[0]["content"][0]["parsed"] == dumped[1]["parsed_arguments"] == {"x": 1}
+    (turn,) = asked(input=dumped).messages()
+    assert (turn.text, [call.id for call in turn.tool_calls or ()]) == ("{}", ["c0"])
+
+
+def test_the_fields_of_openai_s_items_are_read_or_refused_by_name() -> None:
+    kinds: dict[type[BaseModel], Any] = {
+        FunctionCallItem: ResponseFunctionToolCallParam,
+        FunctionCallOutputItem: FunctionCallOutput,
+    }
+    for kind, theirs in kinds.items():
+        named = set(kind.model_json_schema()["properties"])
+        assert theirs.__annotations__.keys() <= named
+
+
+def test_a_result_keeps_its_function_s_name() -> None:
+    result = asked(input=[RESULT | {"name": "f", "namespace": None, "caller": None}])
+    assert result.messages()[0].name == "f"
+
+
 def test_sampling_fields_are_those_of_chat() -> None:
     options = asked(
         temperature=0.5, top_p=0.9, stop=["x"], ignore_eos=True, seed=3, logit_bias={"5": -1},
@@ -118,6 +163,11 @@ def test_sampling_fields_are_those_of_chat() -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image", "text": "x"}]}]},
             "input.0.content.0.type",
         ),
+        ({"input": [CALL | {"namespace": "n"}]}, "input.0.namespace"),
+        ({"input": [CALL | {"async": True}]}, "input.0.async"),
+        ({"input": [CALL | {"async_": True}]}, "input.0.async_"),
+        ({"input": [CALL | {"is_async": False}]}, "input.0.is_async"),
+        ({"input": [RESULT | {"namespace": "n"}]}, "input.0.namespace"),
         ({"previous_response_id": "resp_0"}, "previous_response_id"),
         ({"conversation": "conv_0"}, "conversation"),
         ({"background": True}, "background"),
