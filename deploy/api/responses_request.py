@@ -123,7 +123,13 @@ InputItem = Annotated[
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_item_type),
+    Discriminator(
+        _item_type,
+        custom_error_type="unknown_item",
+        custom_error_message="its type is none of message, function_call, function_call_output and "
+        "reasoning; no conversation is kept here, so send an item itself and no item_reference to "
+        "it (clients do with store: false)",
+    ),
 ]
 
 

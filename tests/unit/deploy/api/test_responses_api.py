@@ -201,6 +201,15 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
+@pytest.mark.parametrize("kind", ["item_reference", "web_search_call", 3])
+def test_of_another_item_the_error_says_what_is_read(kind: Any) -> None:
+    with pytest.raises(ApiError, match="no conversation is kept here") as caught:
+        asked(input=[{"role": "user", "content": "hi"}, {"type": kind, "id": "x"}])
+    message = caught.value.message
+    assert message.startswith("Invalid value for input.1: its type is none of message, function_")
+    assert (caught.value.param, caught.value.code) == ("input.1", "invalid_value")
+
+
 def test_a_format_without_its_schema_says_that_it_is_missing() -> None:
     with pytest.raises(ApiError, match=r"text\.format: the type json_schema needs a schema"):
         asked(text={"format": {"type": "json_schema", "name": "x"}})
