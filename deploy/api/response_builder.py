@@ -475,7 +475,8 @@ class ChatDeltas:
             return [Delta(content=chunk.text)] if chunk.text else [], chunk
         last, cut = chunk.finish_reason is not None, chunk.finish_reason == FINISH_LENGTH
         deltas = [self._delta(piece) for piece in parser.feed(chunk.text, last=last, cut=cut)]
-        if parser.num_calls:
+        # A call that a stop string has cut must not be run.
+        if parser.num_calls and not parser.in_call:
             chunk = replace(chunk, finish_reason=_finish_reason(chunk))
         return deltas, chunk
 

@@ -337,8 +337,9 @@ class ResponsesBuilder:
 
     @property
     def _last_status(self) -> MessageStatus:
-        """Of the last item."""
-        return "incomplete" if self._status == "failed" else self._status
+        """Of the last item; a call that a stop string has cut must not be run."""
+        is_cut = self._parser is not None and self._parser.in_call
+        return "incomplete" if is_cut or self._status == "failed" else self._status
 
     def _output(self) -> list[OutputMessage | OutputCall]:
         last = len(self._items) - 1

@@ -161,6 +161,11 @@ class ToolCallParser:
         """Characters of the answer that have been read to the end, as text or as calls."""
         return self._released
 
+    @property
+    def in_call(self) -> bool:
+        """Whether a call is under way of which a part was returned."""
+        return self._sent is not None
+
     def feed(self, text: str, *, last: bool = False, cut: bool = False) -> list[Piece]:
         """Read on.
 

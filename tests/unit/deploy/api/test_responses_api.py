@@ -389,6 +389,15 @@ def test_without_a_call_a_response_with_tools_is_a_message() -> None:
         assert Response.model_validate_json(builder.body()).output_text == text
 
 
+def test_a_streamed_call_that_a_stop_string_cuts_is_incomplete() -> None:
+    chunks = [GenerationChunk(char, (7,)) for char in CALLS[: CALLS.index("}")]]
+    found = events(ResponsesBuilder(CALLING, asked(stream=True)), *chunks, LAST_EMPTY)
+    (done,) = (event.item for event in found[-2:] if event.type == "response.output_item.done")
+    message, call = found[-1].response.output
+    assert (message.status, call.status, call.arguments) == ("completed", "incomplete", '{"a": 1')
+    assert done == call
+
+
 def test_a_message_before_a_call_has_the_log_probabilities_of_its_own_tokens() -> None:
     def logprob(at: int) -> TokenLogprob:
         return TokenLogprob(-float(at), (), at)

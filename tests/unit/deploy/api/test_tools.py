@@ -325,6 +325,15 @@ def test_a_call_that_is_cut_at_the_limit_says_so(hermes: Server) -> None:
     assert own["finish_reason"] == "length"
 
 
+def test_a_streamed_call_that_a_stop_string_cuts_is_not_to_be_run(hermes: Server) -> None:
+    text = f"{CALL}\n{CALL[:55]}"
+    (stream,) = hermes.post({"stream": True}, target=Script(hermes.target, *text))
+    own = put_together(streamed(stream))
+    whole, cut = (call["function"]["arguments"] for call in own["message"]["tool_calls"])
+    assert (whole, cut) == ('{"unit": "C", "days": 2}', '{"unit": "')
+    assert own["finish_reason"] == "stop"
+
+
 def test_choice_none_shows_no_tools_and_reads_no_calls(hermes: Server) -> None:
     script = Script(hermes.target, CALL)
     (none,) = hermes.post({"tool_choice": "none"}, target=script)
