@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -190,6 +191,7 @@ class SamplingOptions(RequestModel):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     service_tier: Any = None
     priority: Any = None
     request_id: Any = None
@@ -356,11 +358,16 @@ class CompletionRequest(GenerationOptions):
         return list(self.prompt)
 
 
+# The text of a part, or the refusal that an assistant gave: both are what was said.
+PartText = Annotated[str, Field(validation_alias=AliasChoices("text", "refusal"))]
+
+
 class TextPart(RequestModel):
     """A text part of a message's content."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
+    text: PartText
+    prompt_cache_breakpoint: Any = None
     cache_control: Any = None  # Anthropic's, which some clients send everywhere
 
 
@@ -394,11 +401,12 @@ class ChatMessage(RequestModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     parsed: Any = None  # OpenAI's client sends back what it read of the content
     audio: None = None
     function_call: None = None
     annotations: Annotated[Items[Any], Field(max_length=0)] | None = None
+    cache_control: Any = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -409,21 +417,19 @@ class ChatMessage(RequestModel):
             raise ValueError("must be a string or a list of text parts")
         return content
 
-    @field_validator("tool_calls")
+    @field_validator("tool_calls", "refusal")
     @classmethod
-    def _tool_calls(
-        cls, calls: list[ToolCall] | None, info: ValidationInfo
-    ) -> list[ToolCall] | None:
-        if calls and info.data.get("role") not in ("assistant", None):
-            raise ValueError("are of assistant messages")
-        return calls
+    def _of_assistants(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("role") not in ("assistant", None):
+            raise ValueError("only messages of the assistant have it")
+        return value
 
     @property
     def text(self) -> str:
-        """The content as one string, empty if there is none."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+        """The content as one string, or the refusal in its place; empty if there is neither."""
+        content = self.content
+        text = "".join(part.text for part in content) if isinstance(content, list) else content
+        return text or self.refusal or ""
 
 
 class FunctionDefinition(RequestModel):
@@ -459,6 +465,7 @@ class Tool(RequestModel):
 
     type: FunctionType
     function: FunctionDefinition
+    cache_control: Any = None
 
 
 class FunctionName(RequestModel):

@@ -32,6 +32,7 @@ from paceline.deploy.api.request_schemas import (
     Items,
     JsonSchema,
     NamedTool,
+    PartText,
     RequestModel,
     ResponseFormat,
     SamplingOptions,
@@ -55,11 +56,12 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 class ContentPart(RequestModel):
     """A text part of a message, sent or answered."""
 
-    type: Literal["input_text", "output_text", "text"]
-    text: str
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    text: PartText
     annotations: Any = None
     logprobs: Any = None
     parsed: Any = None  # OpenAI's client sends back what it read of the text
+    prompt_cache_breakpoint: Any = None
 
 
 class MessageItem(RequestModel):
@@ -178,6 +180,8 @@ class _TypedFunction(RequestModel):
 
 class FunctionTool(FunctionDefinition, _TypedFunction):
     """A function that answers may call."""
+
+    defer_loading: Literal[False] | None = None
 
 
 class NamedFunction(FunctionName, _TypedFunction):

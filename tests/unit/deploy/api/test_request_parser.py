@@ -36,6 +36,7 @@ from paceline.deploy.api.request_schemas import (
     Speculative,
 )
 from paceline.deploy.api.responses_request import ResponsesRequest
+from paceline.deploy.api.tools import shown_tools
 from paceline.deploy.api.topic_admin import AddTopicRequest
 from paceline.deploy.errors import ApiError
 
@@ -203,6 +204,11 @@ def test_a_bad_field_is_named(ask: Any, fields: dict[str, Any], param: str, code
         (chat, {"messages": [USER | {"str": "good"}]}, "messages.0.str"),
         (chat, {"messages": [USER | {"content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
         (chat, {"messages": [USER | {"refusal": "no"}]}, "messages.0.refusal"),
+        (
+            chat,
+            {"messages": [USER | {"content": [{"type": "refusal"}]}]},
+            "messages.0.content.0.text",
+        ),
         (chat, {"messages": [USER | {"tool_calls": [CALL]}]}, "messages.0.tool_calls"),
         (chat, {"messages": [CALLING | {"tool_calls": [{"id": "x"}]}]}, FUNCTION),
         (chat, {"messages": [{"role": "tool"}]}, "messages.0.content"),
@@ -486,6 +492,37 @@ def test_a_message_that_the_client_has_parsed_may_come_back() -> None:
     calls = chat(messages=[USER, parsed]).messages[1].tool_calls
     assert calls is not None
     assert (calls[0].function.name, calls[0].function.arguments) == ("f", "{}")
+
+
+def test_a_refusal_is_read_as_the_assistant_s_text() -> None:
+    part = {"type": "refusal", "refusal": "I can't."}
+    said = [
+        {"refusal": "I can't."},
+        {"content": None, "refusal": "I can't."},
+        {"content": "", "refusal": "I can't."},
+        {"content": [], "refusal": "I can't."},
+        {"content": [part]},
+        {"content": "I can't.", "refusal": "No."},
+    ]
+    messages = chat(messages=[{"role": "assistant"} | fields for fields in said]).messages
+    assert [message.text for message in messages] == ["I can't."] * len(said)
+    items = [{"role": "assistant", "content": [{"type": "output_text", "text": "Oh. "}, part]}]
+    body = json.dumps({"model": "m", "input": items}).encode()
+    (message,) = parse_options(body, ResponsesRequest, "m").messages()
+    assert message.text == "Oh. I can't."
+
+
+def test_hints_for_a_cache_are_taken_wherever_clients_put_them() -> None:
+    anthropic, mark = {"type": "ephemeral"}, {"mode": "explicit"}
+    part = {"type": "text", "text": "hi", "cache_control": anthropic}
+    message = USER | {"content": [part | {"prompt_cache_breakpoint": mark}]}
+    asked = chat(
+        messages=[message | {"cache_control": anthropic}],
+        tools=[tool() | {"cache_control": anthropic}],
+        prompt_cache_options={"mode": "explicit"},
+    )
+    assert asked.messages[0].text == "hi"
+    assert shown_tools(asked.tools or ()) == shown_tools(chat(tools=[tool()]).tools or ())
 
 
 def test_an_answer_s_message_may_come_back_as_the_client_dumped_it() -> None:

@@ -174,6 +174,7 @@ def test_sampling_fields_are_those_of_chat() -> None:
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tools": [{"type": "function"}]}, "tools.0.name"),
+        ({"tools": [TOOL | {"defer_loading": True}]}, "tools.0.defer_loading"),
         ({"tools": [TOOL, TOOL]}, "tools"),
         ({"tools": [TOOL | {"parameters": {"type": "string"}}]}, "tools.0.parameters"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
@@ -216,6 +217,21 @@ def test_a_format_without_its_schema_says_that_it_is_missing() -> None:
 
 
 def test_what_clients_send_by_themselves_is_taken() -> None:
+    asked(tools=[TOOL | {"defer_loading": False}])
+    asked(
+        input=[
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "input_text",
+                        "text": "hi",
+                        "prompt_cache_breakpoint": {"mode": "explicit"},
+                    }
+                ],
+            }
+        ]
+    )
     asked(tools=[], tool_choice="auto", parallel_tool_calls=True, truncation="disabled",
           service_tier="auto", user="u", metadata={"a": "b"}, previous_response_id=None,
           stream=True, stream_options={"include_obfuscation": False}, background=False,
