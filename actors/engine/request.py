@@ -115,6 +115,7 @@ class GenerationRequest:
         first_prompt: of its record, see ReplayRecord; None: the replica finds it.
         grammar: of the answer, see GrammarCompiler; empty allows every text. The answer ends with
             the grammar, whatever ``ignore_eos`` and ``min_tokens`` say.
+        grammar_param: the client's field that has it, for errors.
     """
 
     request_id: str
@@ -136,6 +137,7 @@ class GenerationRequest:
     created: float | None = None
     first_prompt: int | None = None
     grammar: str = ""
+    grammar_param: str | None = None
 
     @property
     def may_be_repeated(self) -> bool:

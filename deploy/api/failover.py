@@ -222,6 +222,7 @@ class ResumableRequest:
                 400,
                 "The answer cannot go on by the request's grammar, which is at a dead end or too "
                 "complex from here.",
+                param=self._original.grammar_param,
                 code="invalid_value",
             )
         self._failover.broken += failure is Failure.BROKEN

@@ -578,6 +578,7 @@ def engine_request(
     store: bool,
     token_sources: bool = False,
     grammar: str = "",
+    grammar_param: str | None = None,
 ) -> GenerationRequest:
     """The engine's request; draft ``auto`` becomes the route's expert."""
     return GenerationRequest(
@@ -591,6 +592,7 @@ def engine_request(
         replayed=route.classified,
         token_sources=token_sources,
         grammar=grammar,
+        grammar_param=grammar_param,
     )
 
 
@@ -625,6 +627,7 @@ def engine_requests(
                     store=options.store is not False,
                     token_sources=options.return_token_sources,
                     grammar=grammar,
+                    grammar_param=None if parsed.grammar is None else parsed.grammar.param,
                 )
             )
     return requests

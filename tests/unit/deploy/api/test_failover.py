@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -145,12 +145,13 @@ def test_a_request_without_finite_logits_is_not_sent_again() -> None:
 
 
 def test_a_grammar_that_cannot_go_on_is_the_requests_fault() -> None:
-    state = Failover(POLICY).start(REQUEST, now=0.0)
+    request = replace(REQUEST, grammar="g", grammar_param="response_format")
+    state = Failover(POLICY).start(request, now=0.0)
     ended = GenerationChunk("", (), finish_reason=FINISH_GRAMMAR)
     assert state.on_chunk(ended, 1.0) is Failure.GRAMMAR
     with pytest.raises(ApiError, match="grammar") as caught:
         state.on_failure(Failure.GRAMMAR, 1.0)
-    assert caught.value.status == 400
+    assert (caught.value.status, caught.value.param) == (400, "response_format")
 
 
 def test_a_replica_that_gives_up_is_replaced_once() -> None:

@@ -20,7 +20,7 @@ from tiny_models import save_tiny, tiny_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from paceline.actors.engine.request import GenerationChunk, GenerationRequest
+from paceline.actors.engine.request import FINISH_GRAMMAR, GenerationChunk, GenerationRequest
 from paceline.actors.engine.settings import TargetSettings
 from paceline.actors.engine.target import TargetReplica
 from paceline.deploy.api.ingress import Ingress, IngressSettings
@@ -332,6 +332,16 @@ def test_a_streamed_call_that_a_stop_string_cuts_is_not_to_be_run(hermes: Server
     whole, cut = (call["function"]["arguments"] for call in own["message"]["tool_calls"])
     assert (whole, cut) == ('{"unit": "C", "days": 2}', '{"unit": "')
     assert own["finish_reason"] == "stop"
+
+
+def test_a_grammar_that_cannot_go_on_names_its_field(hermes: Server) -> None:
+    script = Script(hermes.target, "{", finish_reason=FINISH_GRAMMAR)
+    form = {"tools": None, "response_format": {"type": "json_object"}}
+    bodies: list[dict[str, Any]] = [{"tool_choice": "required"}, form, form | {"stream": True}]
+    *whole, stream = hermes.post(*bodies, target=script)
+    errors = [answer.json()["error"] for answer in whole]
+    errors.append(streamed(stream)[-1]["error"])
+    assert [error["param"] for error in errors] == ["tools", "response_format", "response_format"]
 
 
 def test_choice_none_shows_no_tools_and_reads_no_calls(hermes: Server) -> None:
