@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -577,7 +577,9 @@ class ErrorMiddleware:
 
 async def handle_error(request: Request, error: Exception) -> Response:
     """The response to any exception, in OpenAI's error shape."""
+    headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):
+        headers = error.headers or {}  # Allow, of a 405
         # Not of `request.url`, which is read with its query: that may be any bytes.
         text = f"{error.detail}: {request.method} {request.scope['path']}"
         error = ApiError(error.status_code, text)
@@ -586,4 +588,4 @@ async def handle_error(request: Request, error: Exception) -> Response:
     elif not isinstance(error, ApiError):
         logger.error("a request failed", exc_info=error)
         error = internal("The server failed on this request.")
-    return JSONResponse(error.body(), error.status, error.headers())
+    return JSONResponse(error.body(), error.status, {**headers, **error.headers()})

@@ -228,6 +228,8 @@ def test_a_query_of_any_bytes_is_no_fault_of_the_server(
 
     asyncio.run(application(target, target_folder)(scope, receive, send))
     assert sent[0]["status"] == status
+    allowed = dict(sent[0]["headers"]).get(b"allow")
+    assert allowed == (b"POST" if status == 405 else None)
     if status == 307:
         where = dict(sent[0]["headers"])[b"location"]
         assert where == b"http://x.example/health?a=%FF%FE"
