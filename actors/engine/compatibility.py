@@ -14,7 +14,8 @@ def read_config(path: str | Path, name: str) -> dict[str, Any]:
     """Read the ``config.json`` of a model folder.
 
     Raises:
-        ModelError: the folder, its config or its safetensors are missing or broken.
+        ModelError: the folder, its config or its safetensors are missing or broken, or a further
+            file that transformers reads at the start is broken.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -27,7 +28,14 @@ def read_config(path: str | Path, name: str) -> dict[str, Any]:
     config = _read_object(file, name)
     generation = folder / "generation_config.json"
     if generation.is_file():  # transformers ignores a broken one, with its end-of-sequence tokens
-        _read_object(generation, name)
+        eos = _read_object(generation, name).get("eos_token_id")
+        ids = eos if isinstance(eos, list) else [eos]
+        if not all(i is None or type(i) is int for i in ids):
+            raise ModelError(
+                f"{name}: {generation}: eos_token_id must be a token id or a list of them"
+            )
+    if (tokenizer := folder / "tokenizer_config.json").is_file():
+        _read_object(tokenizer, name)
     if config.get("is_encoder_decoder"):
         kind = config.get("model_type")
         raise ModelError(f"{name}: {folder} is an encoder-decoder ({kind}), no causal LM")

@@ -110,6 +110,27 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
             write("generation_config.json", '{"top_p": 1.5}'),
             "generation_config.json: top_p: Input should be less than or equal to 1",
         ),
+        *(
+            (
+                "target.path",
+                "target",
+                write("generation_config.json", json.dumps({"eos_token_id": eos})),
+                "generation_config.json: eos_token_id must be a token id or a list of them",
+            )
+            for eos in ("2", [2, "3"], {"id": 2}, True, 2.5)
+        ),
+        (
+            "target.path",
+            "target",
+            write("tokenizer_config.json", "{"),
+            "tokenizer_config.json is not JSON",
+        ),
+        (
+            "drafts.general",
+            "draft-general",
+            write("tokenizer_config.json", "[]"),
+            "tokenizer_config.json holds no JSON object",
+        ),
         ("target.path", "target", write("tokenizer.json", "[]"), "holds no JSON object"),
         ("target.path", "target", write("tokenizer.json", "{}"), "is not a tokenizer's"),
         ("target.path", "target", write("config.json", "[]"), "holds no JSON object"),
@@ -138,6 +159,14 @@ def test_a_broken_model_folder_is_named(
     config: PacelineConfig, tmp_path: Path, key: str, model: str, change: Change, said: str
 ) -> None:
     assert said in refusal(changed(config, {key: copied(tmp_path, model, change)}))
+
+
+@pytest.mark.parametrize("eos", [None, 2, [2, 3], []])
+def test_end_of_sequence_tokens_are_one_several_or_none(
+    config: PacelineConfig, tmp_path: Path, eos: Any
+) -> None:
+    own = write("generation_config.json", json.dumps({"eos_token_id": eos}))
+    check(changed(config, {"target.path": copied(tmp_path, "target", own)}))
 
 
 def test_sampling_defaults_that_are_switched_off_are_not_checked(
