@@ -48,7 +48,13 @@ class FairExecutor:
             held.callback(self._idle.release)
             running = asyncio.get_running_loop().run_in_executor(self._threads, work)
             until_end = held.pop_all()
-            running.add_done_callback(lambda _: until_end.close())
+
+            def end(ended: asyncio.Future[ResultT]) -> None:
+                until_end.close()
+                if not ended.cancelled():
+                    ended.exception()  # else asyncio logs that of a caller who has gone
+
+            running.add_done_callback(end)
         return await asyncio.shield(running)
 
     def close(self, last: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,31 @@ def test_what_runs_for_a_client_that_has_gone_counts_until_it_ends() -> None:
         assert not began.acquire(timeout=0.1)  # what was given up never runs
 
     asyncio.run(ask())
+
+
+def test_the_error_of_what_runs_for_a_client_that_has_gone_is_no_news() -> None:
+    executor, began, may_end = FairExecutor(1, "test"), threading.Event(), threading.Event()
+    reports: list[dict[str, Any]] = []
+
+    def work() -> None:
+        began.set()
+        may_end.wait(10)
+        raise ApiError(400, "invalid")
+
+    async def ask() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, report: reports.append(report))
+        running = asyncio.ensure_future(executor.run("gone", work))
+        await asyncio.sleep(0)
+        assert began.wait(5)
+        running.cancel()
+        await asyncio.wait([running])
+        may_end.set()
+        assert await executor.run("other", lambda: 7) == 7
+        del running
+        gc.collect()
+
+    asyncio.run(ask())
+    assert reports == []
 
 
 def test_what_waits_for_a_thread_is_freed_when_its_client_goes() -> None:
