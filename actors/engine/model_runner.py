@@ -204,7 +204,7 @@ class ModelRunner:
             return self.forward(rows, token_ids, positions, span)
         own = torch.arange(token_ids.shape[1]) <= num_drafted[:, None]
         of_tokens = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-        logits = self._run_ragged(of_tokens, token_ids[own], positions[own], span, prompts)
+        logits = self._run_ragged(of_tokens, token_ids[own], positions[own], prompts)
         if len(of_tokens) == own.numel():
             return logits.view(*own.shape, -1)
         padded = logits.new_zeros(own.numel(), self.vocab_size)
@@ -217,7 +217,6 @@ class ModelRunner:
         rows: list[int],
         token_ids: Tensor,
         positions: Tensor,
-        span: int,
         prompts: Sequence[PromptTokens],
     ) -> Tensor:
         """Compute N tokens and those of prompts; return the former's logits ``[N, V]``.
@@ -231,10 +230,7 @@ class ModelRunner:
         at = [p.start + i for p in prompts for i in range(len(p.token_ids))]
         token_ids = torch.cat([token_ids, torch.tensor(tokens, dtype=torch.int64)])[:, None]
         positions = torch.cat([positions, torch.tensor(at, dtype=torch.int64)])[:, None]
-        span = max([span, *(p.start + len(p.token_ids) for p in prompts)])
-        self.kv.sync()
-        index = torch.tensor(rows, dtype=torch.int64)
-        step = StepContext.at(self.kv, index, positions, span)
+        step = self._step(rows, positions, int(positions.max()) + 1)
         layout = _first_model(len(rows), self.device)
         logits, hidden = self.decoder.first_logits(token_ids, step, layout, count)
         if self.kv.hidden is not None:
@@ -300,7 +296,7 @@ class ModelRunner:
         """Store keys and values of prompts' tokens; their rows must have blocks for them."""
         if self.is_ragged:
             none = torch.empty(0, dtype=torch.int64)
-            self._run_ragged([], none, none, 0, prompts)
+            self._run_ragged([], none, none, prompts)
             return
         for prompt in prompts:
             self.prefill(prompt.row, prompt.token_ids, prompt.start)

@@ -256,7 +256,7 @@ def topic_summary(
     parts = {name: unit[f"test_{name}"] for name in SERVED}
     if ceiling is not None:
         parts["ceiling"] = ceiling["test_counts"]
-    found = acceptance_summary(unit, ceiling) | {
+    return acceptance_summary(unit, ceiling) | {
         "requests": len(unit["online"]),
         "windows": {name: window_lengths(unit[name], size).round(4).to_dict() for name in SERVED},
         "test_served": {name: served_summary(counts) for name, counts in parts.items()},
@@ -264,7 +264,6 @@ def topic_summary(
         "seeds": [acceptance_summary(own, ceiling) for own in seeds],
         "machine": unit["machine"],
     }
-    return found
 
 
 def topic_figures(lab: Lab, topic: str, options: argparse.Namespace) -> dict[str, Any] | None:
